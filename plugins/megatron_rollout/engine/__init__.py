@@ -1,0 +1,1 @@
+"""One rank's engine: model, attention, checkpoint, CPU runtime, sampling, requests."""

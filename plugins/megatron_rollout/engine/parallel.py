@@ -1,0 +1,44 @@
+"""Process groups of one cell: its own `torch.distributed` world and megatron-core's groups inside it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_rollout.device import collective_backend
+
+
+def init_world(
+    store: dist.Store, *, rank: int, world_size: int, timeout_s: float = 600.0, backend: str | None = None
+) -> None:
+    """Join the world of this cell. Every collective of it fails after `timeout_s` seconds."""
+    dist.init_process_group(
+        backend or collective_backend(),
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def init_megatron(*, tp: int = 1, pp: int = 1, cp: int = 1, seed: int = 1, timeout_s: float = 600.0) -> None:
+    """megatron-core's groups over the world of this cell (data parallelism takes what TP·PP·CP leaves), and its RNG.
+
+    Raises ValueError if TP·PP·CP does not divide the world.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    world = dist.get_world_size()
+    if world % (tp * pp * cp):
+        raise ValueError(f"a world of {world} ranks is not divisible by TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp}")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
