@@ -1,0 +1,1 @@
+"""Pure tensor functions of a training step (losses, advantages, logprobs) and the step itself."""
