@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any
 
 DEFAULT_TIMEOUT_S = 120.0
-#: After one rank has failed, how long the others get to say why they failed too (a peer's error may be the clearer one).
+#: After one rank has failed, how long the others get to say why they failed too (theirs may be the clearer error).
 GRACE_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
