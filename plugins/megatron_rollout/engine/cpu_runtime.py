@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils._device
 
 _FACTORIES = (
     "tensor zeros ones empty full arange rand randn randint empty_like zeros_like ones_like full_like as_tensor "
@@ -122,6 +123,8 @@ def _literals() -> None:
         create.__wrapped__ = factory  # type: ignore[attr-defined]
         return create
 
+    # `with torch.device(...)` looks its factories up once and remembers them: it must know the real ones
+    torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
     original_to, original_type = torch.Tensor.to, torch.Tensor.type
