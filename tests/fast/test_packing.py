@@ -69,7 +69,8 @@ def test_bad_bins_are_refused_in_one_error():
 
 
 @pytest.mark.parametrize(
-    ("tp", "cp", "sp", "factor"), [(1, 1, False, 1), (4, 1, False, 1), (4, 1, True, 4), (4, 2, True, 16), (4, 2, False, 4)]
+    ("tp", "cp", "sp", "factor"),
+    [(1, 1, False, 1), (4, 1, False, 1), (4, 1, True, 4), (4, 2, True, 16), (4, 2, False, 4)],
 )
 def test_sequence_length_factor(tp, cp, sp, factor):
     assert sequence_length_factor(tp, cp, sp) == factor
@@ -113,7 +114,9 @@ def test_dynamic_packs_of_different_lengths_under_pipeline_parallelism():
 
 
 def test_sizes_below_one_and_a_budget_below_one_sequence():
-    with pytest.raises(ValueError, match=r"world_size must be >= 1, got 0; --context-parallel-size must be >= 1, got 0"):
+    with pytest.raises(
+        ValueError, match=r"world_size must be >= 1, got 0; --context-parallel-size must be >= 1, got 0"
+    ):
         validate_packing(world_size=0, context_parallel_size=0)
     with pytest.raises(ValueError, match="--max-tokens-per-gpu 1 times CP 2 is below .* 4 tokens"):
         validate_packing(world_size=2, context_parallel_size=2, max_tokens_per_gpu=1)
