@@ -4,8 +4,8 @@ A router owns the table of requests in flight. The caller tells it what happened
 `cell_up`) and sends whatever `take()` then hands out. Invariants, asserted by the tests:
 
 - every submitted request is in exactly one place: held back, or in flight on one cell, or finished;
-- a request is finished once. Each hand-out has a *ticket*; a completion under any other ticket (a cell that was declared
-  dead and speaks up again, or the same answer twice) is ignored;
+- a request is finished once. Each hand-out has a *ticket*; a completion under any other ticket (a cell declared
+  dead that speaks up again, or the same answer twice) is ignored;
 - what was in flight on a cell that went down is handed out again exactly once;
 - a cell that is not up gets nothing.
 """
@@ -54,7 +54,8 @@ class Router:
     flight there; ties to the lowest index). Samples that share `request.group` follow the first of them, whose prompt
     is in that cell's prefix cache, as long as that cell is at most `max_imbalance_tokens` ahead of the least loaded.
 
-    max_deaths: after that many cells went down under one request it is returned by `lost()` instead of being tried
+    max_in_flight: requests a cell is given at once (None: all of them); the rest waits here, so that a slow cell takes
+    less of a batch and not just longer. max_deaths: after that many cells went down under one request it is returned by `lost()` instead of being tried
     once more, since it may well be the cause. remembered_groups: how many prompts are remembered for affinity.
 
     Raises:
@@ -67,17 +68,23 @@ class Router:
         cells: Iterable[int],
         *,
         max_imbalance_tokens: int = 8192,
+        max_in_flight: int | None = None,
         max_deaths: int = 5,
         remembered_groups: int = 8192,
     ) -> None:
-        if max_imbalance_tokens < 0 or max_deaths < 1 or remembered_groups < 1:
-            raise ValueError(
-                "need max_imbalance_tokens >= 0, max_deaths >= 1, remembered_groups >= 1, got "
-                f"{max_imbalance_tokens}, {max_deaths}, {remembered_groups}"
-            )
+        least = {
+            "max_imbalance_tokens": (max_imbalance_tokens, 0),
+            "max_in_flight": (1 if max_in_flight is None else max_in_flight, 1),
+            "max_deaths": (max_deaths, 1),
+            "remembered_groups": (remembered_groups, 1),
+        }
+        if problems := [f"{name} must be >= {low}, got {value}" for name, (value, low) in least.items() if value < low]:
+            raise ValueError("; ".join(problems))
         self._cells = _distinct(cells)
         self._up = set(self._cells)
         self._max_imbalance = max_imbalance_tokens
+        self._max_in_flight = max_in_flight
+        self._count = dict.fromkeys(self._cells, 0)
         self._max_deaths = max_deaths
         self._max_groups = remembered_groups
         self._held: deque[_Held] = deque()
@@ -101,13 +108,14 @@ class Router:
     def take(self) -> list[Assignment]:
         """Everything that may be sent now, in order of submission; what went down with a cell comes first."""
         taken: list[Assignment] = []
-        while self._held and self._up:
+        while self._held and self._open():
             held = self._held.popleft()
             cell = self._choose(held.request)
             self._tickets += 1
             assignment = Assignment(self._tickets, cell, held.request, held.deaths)
             self._flying[held.request.request_id] = assignment
             self._load[cell] += held.request.cost
+            self._count[cell] += 1
             taken.append(assignment)
         return taken
 
@@ -119,6 +127,7 @@ class Router:
         del self._flying[request_id]
         self._ids.discard(request_id)
         self._load[assignment.cell] -= assignment.request.cost
+        self._count[assignment.cell] -= 1
         return True
 
     def withdraw(self, request_id: str) -> Assignment | None:
@@ -151,7 +160,7 @@ class Router:
             if partial and request.request_id in partial:
                 request = request.resumed_from(partial[request.request_id])
             again.append(_Held(request, deaths))
-        self._load[cell] = 0
+        self._load[cell] = self._count[cell] = 0
         self._held.extendleft(reversed(again))
         return len(again)
 
@@ -182,12 +191,17 @@ class Router:
         """Requests that wait because no cell is up (or `take` was not called)."""
         return len(self._held)
 
+    def _open(self) -> set[int]:
+        """Cells that take another request now."""
+        limit = self._max_in_flight
+        return self._up if limit is None else {cell for cell in self._up if self._count[cell] < limit}
+
     def _choose(self, request: GenerationRequest) -> int:
-        least = min(self._up, key=lambda cell: (self._load[cell], cell))
+        least = min(self._open(), key=lambda cell: (self._load[cell], cell))
         if request.group is None:
             return least
         cell = self._groups.get(request.group)
-        if cell is None or cell not in self._up or self._load[cell] - self._load[least] > self._max_imbalance:
+        if cell is None or cell not in self._open() or self._load[cell] - self._load[least] > self._max_imbalance:
             cell = least
         # Kept in order of use; the prompt asked for least recently is the first to be forgotten.
         self._groups[request.group] = cell

@@ -102,7 +102,7 @@ def save_hf(
         if name == "output_layer.weight" and weights.architecture.tied_embeddings:
             continue  # the embedding, once more
         for hf_name, dim, part in weights.hf_parts(name, parameter.detach()):
-            full = _gather(part, dim, tp_group)
+            full = gather_shards(part, dim, tp_group)
             if not leads:
                 continue
             if _layer_key(hf_name) != current:
@@ -130,7 +130,8 @@ def save_hf(
     dist.barrier(group=tp_group)
 
 
-def _gather(part: torch.Tensor, dim: int | None, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_shards(part: torch.Tensor, dim: int | None, group: dist.ProcessGroup) -> torch.Tensor:
+    """The full tensor of which each rank of `group` holds a slice along `dim` (None: it is replicated)."""
     if dim is None or group.size() == 1:
         return part
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]

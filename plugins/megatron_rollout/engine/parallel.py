@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 import torch
@@ -21,6 +22,46 @@ def init_world(
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+
+
+def serve_store(host: str, timeout_s: float = 600.0) -> tuple[dist.TCPStore, int]:
+    """A TCP store served by this process on `host` only, and its port.
+
+    torch's own server would listen on all interfaces; it gets a socket that is bound already instead.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen(1024)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )
+    return store, port
+
+
+def cross_world_group(
+    backend: str, store: dist.Store, *, name: str, rank: int, world_size: int, timeout_s: float
+) -> dist.ProcessGroup:
+    """A process group over ranks that have different default worlds. `name` must be new for each membership.
+
+    torch's public constructors know only ranks of the default world; this is the way its own helpers build a group,
+    with an identity map from group rank to rank.
+    """
+    from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+
+    timeout = timedelta(seconds=timeout_s)
+    group, _ = _new_process_group_helper(
+        world_size, rank, [], backend, dist.PrefixStore(name, store), group_name=name, timeout=timeout
+    )
+    _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
 
 
 def init_megatron(*, tp: int = 1, pp: int = 1, cp: int = 1, seed: int = 1, timeout_s: float = 600.0) -> None:
