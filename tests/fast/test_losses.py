@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -329,13 +330,31 @@ def test_logprob_difference():
 
 @pytest.mark.parametrize(("num_microbatches", "cp_size", "averaging_ranks"), [(1, 1, 1), (4, 2, 2), (3, 2, 4)])
 def test_schedule_scaling_is_undone(num_microbatches, cp_size, averaging_ranks):
-    """What the schedule and DDP do to a loss (times CP, over micro-batches, averaged over ranks), in their order."""
+    """Through megatron-core's own loss step; DDP's average over ranks is the mean here."""
+    from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+
     losses = torch.rand(averaging_ranks, num_microbatches, dtype=torch.float64)
-    handed = undo_schedule_scaling(
-        losses, num_microbatches=num_microbatches, cp_size=cp_size, averaging_ranks=averaging_ranks
-    )
-    arrived = (handed * cp_size / num_microbatches).sum(1).mean(0)
-    torch.testing.assert_close(arrived, losses.sum())
+    options = dict(num_microbatches=num_microbatches, cp_size=cp_size, averaging_ranks=averaging_ranks)
+    arrived = torch.zeros_like(losses)
+    reported: list[dict[str, Tensor]] = []
+    for rank, micro_batch in itertools.product(range(averaging_ranks), range(num_microbatches)):
+        loss = losses[rank, micro_batch].clone()
+        arrived[rank, micro_batch], _ = forward_step_calc_loss(
+            model=None,
+            output_tensor=loss,
+            loss_func=lambda x: (undo_schedule_scaling(x, **options), {"loss": x}),
+            config=SimpleNamespace(timers=None, calculate_per_token_loss=False),
+            vp_stage=None,
+            collect_non_loss_data=False,
+            num_microbatches=num_microbatches,
+            forward_data_store=reported,
+            cp_group_size=cp_size,
+            is_last_stage=True,
+        )
+    torch.testing.assert_close(arrived.sum(1).mean(), losses.sum())
+    torch.testing.assert_close(
+        torch.stack([r["loss"] for r in reported]), losses.flatten()
+    )  # what is logged is untouched
 
 
 def test_configuration_errors_come_together_and_args_are_read():

@@ -55,7 +55,8 @@ def token_logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each target and entropy of its distribution softmax(logits / temperature), both differentiable.
 
-    logits: [..., V / TP], any float dtype; rank r of `group` holds the r-th part of the vocabulary (None: all of it).
+    logits: [..., V / TP], any float dtype, rows contiguous (else they are copied: keep Megatron's [S, B, V / TP] and
+        transpose the targets); rank r of `group` holds the r-th part of the vocabulary (None: all of it).
     targets: int64 [...], the token that each position predicts; a negative one marks a position to ignore, whose
     results
         and gradients are zero. temperature 0: as 1 (see `logprob_divisor`).
