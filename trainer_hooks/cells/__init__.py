@@ -1,0 +1,1 @@
+"""Trainer cells: independent data-parallel replicas that may die."""
