@@ -19,7 +19,7 @@ WORLD = 2
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    with RankPool(WORLD, timeout=120) as pool:
+    with RankPool(WORLD, timeout=240) as pool:
         yield pool
 
 
@@ -46,7 +46,7 @@ def _gather(rank, world, rows):
     return gathered.detach(), local.grad, other_layout
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("rows", [((0, 1, 2),), ((),)], ids=["three_sequences", "padding_only"])
 def test_gather_restores_the_pack_and_sums_gradients(ranks, rows):
     pack = make_pack(WORLD, rows)
@@ -76,7 +76,7 @@ def _train_values(rank, world, returns, old, weights, whole_loss):
     return loss.detach(), head.grad, metrics
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_value_loss_is_the_same_by_parts_and_by_the_whole(ranks):
     g = torch.Generator().manual_seed(0)
     columns = [[torch.rand(n, generator=g, dtype=torch.float64) for n in (5, 0, 2)] for _ in range(3)]
@@ -110,7 +110,7 @@ def _whiten(rank, world, xs, masks):
     return [whiten([xs[r]] if r == rank else [], [masks[r]] if r == rank else [], reduce=reduce) for r in range(world)]
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_whitening_where_a_rank_owns_no_token(ranks):
     """In each of two rounds one rank holds nothing: it takes part all the same, the other gets the whole's result."""
     xs, masks = [torch.rand(5), torch.rand(4)], [torch.tensor([1, 1, 0, 0, 1]), torch.ones(4)]
@@ -154,6 +154,6 @@ def _wrong_part(rank, world):
         return str(error)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_a_part_of_a_wrong_length_is_refused_before_the_collective(ranks):
     assert ranks.run(_wrong_part) == ["dimension 1 has 3 tokens, 1/2 of a pack of 8 tokens has 4"] * 2

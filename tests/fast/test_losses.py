@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ class Batch:
     columns: dict[str, list[Tensor]]
 
     @property
-    def counts(self) -> dict[str, object]:
+    def counts(self) -> dict[str, Any]:
         totals: dict[int, float] = {}
         for rollout, mask in zip(self.rollout_ids, self.loss_masks, strict=True):
             totals[rollout] = totals.get(rollout, 0.0) + float(mask.sum())
@@ -140,7 +141,7 @@ def by_hand(batch: Batch, per_token: bool) -> dict[str, Tensor]:
             lp = log_p[batch.tokens[i][position]]
             old, adv, ref, rollout, old_v, ret = (batch.columns[name][i][t] for name in batch.columns)
             ratio = (lp - old).exp()
-            pg = max(-ratio * adv, -min(max(ratio, 1 - 0.1), 1 + 0.2) * adv)
+            pg = max(-ratio * adv, -ratio.clamp(1 - 0.1, 1 + 0.2) * adv)
             if adv < 0:
                 pg = min(pg, -1.5 * adv)
             pg = pg * min((old - rollout).exp(), 1.2)
@@ -148,7 +149,7 @@ def by_hand(batch: Batch, per_token: bool) -> dict[str, Tensor]:
             entropy = -(log_p.exp() * log_p).sum()
             loss = loss + (pg + 0.3 * kl - 0.05 * entropy) / scale
             v = state @ value
-            clipped = old_v + min(max(v - old_v, -0.2), 0.2)
+            clipped = old_v + (v - old_v).clamp(-0.2, 0.2)
             critic = critic + 0.5 * max((v - ret) ** 2, (clipped - ret) ** 2) / scale
     policy_grad, value_grad = torch.autograd.grad(loss, policy)[0], torch.autograd.grad(critic, value)[0]
     return {"loss": loss, "value_loss": critic, "policy_grad": policy_grad, "value_grad": value_grad}

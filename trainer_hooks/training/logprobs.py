@@ -132,12 +132,12 @@ class _TokenScores(torch.autograd.Function):
         owner, column = _owned(targets, first, columns)
         for start in range(0, n if columns else 0, chunk_size):
             at = slice(start, start + chunk_size)
-            z = logits[at, :columns].to(acc) / divisor - peak[at].unsqueeze(-1)
+            z = logits[at, :columns].to(acc).div(divisor).sub_(peak[at].unsqueeze(-1))
             sums[1, at] = z.gather(-1, column[at].unsqueeze(-1)).squeeze(-1).masked_fill_(~owner[at], 0)
-            e = z.exp()
+            e = z.exp() if with_entropy else z.exp_()
             sums[0, at] = e.sum(-1)
             if with_entropy:
-                sums[2, at] = (e * z.clamp_min_(_LOG_ZERO)).sum(-1)
+                sums[2, at] = e.mul_(z.clamp_min_(_LOG_ZERO)).sum(-1)
         if group is not None:
             dist.all_reduce(sums, group=group)
 
@@ -174,12 +174,14 @@ class _TokenScores(torch.autograd.Function):
         grad = torch.empty_like(logits) if columns == logits.shape[-1] else torch.zeros_like(logits)
         for start in range(0, logits.shape[0] if columns else 0, ctx.chunk_size):
             at = slice(start, start + ctx.chunk_size)
-            log_p = logits[at, :columns].to(log_z.dtype) / ctx.divisor - log_z[at].unsqueeze(-1)
-            scale = g[at].unsqueeze(-1)
-            p = log_p.exp()
-            if h is not None:
-                scale = scale + h[at].unsqueeze(-1) * (log_p.clamp_min_(_LOG_ZERO) + entropy[at].unsqueeze(-1))
-            d = p.mul_(scale).neg_()
+            log_p = logits[at, :columns].to(log_z.dtype).div(ctx.divisor).sub_(log_z[at].unsqueeze(-1))
+            scale = g[at].neg().unsqueeze(-1)
+            if h is None:
+                d = log_p.exp_()
+            else:
+                d = log_p.exp()
+                scale = scale - h[at].unsqueeze(-1) * log_p.clamp_min_(_LOG_ZERO).add_(entropy[at].unsqueeze(-1))
+            d.mul_(scale)
             d.scatter_add_(-1, column[at].unsqueeze(-1), (g[at] * owner[at]).unsqueeze(-1))
             d.masked_fill_(dead[at].unsqueeze(-1), 0)
             grad[at, :columns] = d.div_(ctx.divisor)
