@@ -8,16 +8,21 @@ over HTTP can be computed beside it. Started as a script it serves one such cell
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rollout.frontend import EngineStatus, NotServing
+from megatron_rollout.frontend.app import build_app
+from megatron_rollout.frontend.client import EngineStatus, NotServing
+from megatron_rollout.frontend.ports import hold_port
+from megatron_rollout.frontend.server import ServerHandle, serve
+from megatron_rollout.frontend.settings import FrontendSettings
 from megatron_rollout.requests import GenerationOutput, GenerationRequest, TokenDelta
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -35,8 +40,9 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=SPECIALS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=320, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     fast = PreTrainedTokenizerFast(
@@ -54,7 +60,8 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
     pieces += ["he", "▁t", "at", "▁c"]
     merges = [("h", "e"), ("▁", "t"), ("▁t", "he"), ("a", "t"), ("▁", "c"), ("▁c", "at")]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    model = models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -199,6 +206,8 @@ class FakeEngine:
             result = {"checksum": "abc"}
         if arguments.get("weight_version") is not None:
             self.weight_version = arguments["weight_version"]
+        if name.startswith("update_weights_from"):
+            self.serving, self.reason, self.state = True, "", "RUNNING"
         future.set_result(result)
 
     def _step(self, run: _Run) -> None:
@@ -270,10 +279,19 @@ class FakeEngine:
         run.future.set_result(output)
 
 
+@contextlib.contextmanager
+def served(engine: FakeEngine, **settings: Any) -> Iterator[ServerHandle]:
+    """A live uvicorn on loopback in front of `engine`; both end with the block."""
+    handle = serve(build_app(engine, FrontendSettings(**settings)), hold_port().detach())
+    try:
+        yield handle
+    finally:
+        handle.stop(5)
+        engine.close()
+
+
 def main() -> None:
     """Serve one fake cell on a loopback port until killed; prints its URL."""
-    from megatron_rollout.frontend import FrontendSettings, build_app, hold_port, serve
-
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-s", type=float, default=0.005)
     parser.add_argument("--port", type=int, default=0)

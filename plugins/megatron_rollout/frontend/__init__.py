@@ -1,22 +1,5 @@
-"""The HTTP side of a rollout cell: one ASGI app for the OpenAI and the SGLang wire, its server, and held ports."""
+"""The HTTP side of a rollout cell: one ASGI app for the OpenAI and the SGLang wire, its server, and held ports.
 
-from megatron_rollout.frontend.app import build_app
-from megatron_rollout.frontend.client import EngineClient, EngineStatus, NotServing
-from megatron_rollout.frontend.ports import HeldPort, adopt_port, base_url, find_free_port, hold_port
-from megatron_rollout.frontend.server import ServerHandle, serve
-from megatron_rollout.frontend.settings import FrontendSettings
-
-__all__ = [
-    "EngineClient",
-    "EngineStatus",
-    "FrontendSettings",
-    "HeldPort",
-    "NotServing",
-    "ServerHandle",
-    "adopt_port",
-    "base_url",
-    "build_app",
-    "find_free_port",
-    "hold_port",
-    "serve",
-]
+`app.build_app(client, settings)` needs a `client.EngineClient`; `server.serve(app, socket)` runs it in a thread;
+`ports.hold_port` reserves the socket. Nothing is imported here: who only holds a port need not load a web server.
+"""

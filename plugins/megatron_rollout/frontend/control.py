@@ -102,6 +102,7 @@ def _load(status: EngineStatus) -> dict[str, Any]:
         "num_reqs": running + waiting,
         "num_running_reqs": running,
         "num_waiting_reqs": waiting,
+        "num_tokens": status.outstanding_tokens,
         "num_used_tokens": status.used_tokens,
         "num_total_tokens": status.outstanding_tokens,
         "max_total_num_tokens": status.kv_capacity_tokens,

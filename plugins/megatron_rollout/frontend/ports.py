@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import socket
 import struct
-import tempfile
 import threading
+import uuid
 
 _TAKEN, _RELEASED = b"T", b"R"
 
@@ -83,8 +82,7 @@ class HeldPort:
         self._sock: socket.socket | None = sock
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
-        self._directory: str | None = None
-        self._thread: threading.Thread | None = None
+        self._address: str | None = None
 
     @property
     def url(self) -> str:
@@ -108,24 +106,24 @@ class HeldPort:
         """Offer the port to one process of the same user on this machine; returns the address for `adopt_port`.
 
         The offer stands until the port is adopted or closed; a taker that dies half-way leaves the port held here.
+        The address is a name in Linux' abstract namespace: nothing in the file system can be left behind.
         step_timeout_s bounds each message of the exchange.
         """
         with self._lock:
             if self._sock is None:
                 raise RuntimeError(f"port {self.port} is no longer held here")
-            if self._directory is not None:
-                return os.path.join(self._directory, "port")
-            self._directory = tempfile.mkdtemp(prefix="held-port-")  # mode 0700: only this user can connect
-            path = os.path.join(self._directory, "port")
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(path)
-            listener.listen(4)
-            self._listener = listener
-            self._thread = threading.Thread(
-                target=self._serve, args=(listener, step_timeout_s), name=f"held-port-{self.port}", daemon=True
-            )
-            self._thread.start()
-        return path
+            if self._address is None:
+                self._address = f"@held-port-{uuid.uuid4().hex}"
+                self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self._listener.bind(_abstract(self._address))
+                self._listener.listen(4)
+                threading.Thread(
+                    target=self._serve,
+                    args=(self._listener, step_timeout_s),
+                    name=f"held-port-{self.port}",
+                    daemon=True,
+                ).start()
+            return self._address
 
     def close(self) -> None:
         """Release the port, whatever became of an offer. Idempotent."""
@@ -144,13 +142,10 @@ class HeldPort:
     def _end_offer(self) -> None:
         with self._lock:
             listener, self._listener = self._listener, None
-            directory, self._directory = self._directory, None
         if listener is not None:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the thread out of accept()
             listener.close()
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
 
     def _serve(self, listener: socket.socket, step_timeout_s: float) -> None:
         while self.held:
@@ -158,54 +153,51 @@ class HeldPort:
                 taker, _ = listener.accept()
             except OSError:  # the offer ended
                 return
-            with taker:
+            # A taker that goes away on the way: the port stays here, unless it had been released already.
+            with taker, contextlib.suppress(OSError):
                 taker.settimeout(step_timeout_s)
-                try:
-                    handed_over = self._hand_over(taker)
-                except OSError:  # the taker is gone: the port stays here unless it had been released already
-                    handed_over = False
-            if handed_over:
-                break
-        self._end_offer()
+                self._hand_over(taker)
 
-    def _hand_over(self, taker: socket.socket) -> bool:
+    def _hand_over(self, taker: socket.socket) -> None:
         """Send the descriptor; once the taker says it has it, close ours and acknowledge."""
         if _peer_uid(taker) != os.getuid():
-            return False
+            return
         with self._lock:
             if self._sock is None:
-                return False
+                return
             socket.send_fds(taker, [b"P"], [self._sock.fileno()])
         if taker.recv(1) != _TAKEN:
-            return False
+            return
         with self._lock:
             if self._sock is None:
-                return False
+                return
             self._sock.close()
             self._sock = None
+        self._end_offer()
         taker.sendall(_RELEASED)
-        return True
 
 
-def adopt_port(path: str, timeout_s: float = 10.0) -> socket.socket:
-    """Take over the port offered at `path`: the bound socket, not yet listening, held by nobody else any more.
+def adopt_port(address: str, timeout_s: float = 10.0) -> socket.socket:
+    """Take over the port offered at `address`: the bound socket, not yet listening, held by nobody else any more.
 
     Raises RuntimeError if the holder is gone, sent no descriptor, or did not acknowledge within timeout_s a message.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as holder:
         holder.settimeout(timeout_s)
         try:
-            holder.connect(path)
+            holder.connect(_abstract(address))
         except OSError as error:
-            raise RuntimeError(f"the holder of the port offered at {path} is gone: {error}") from error
+            raise RuntimeError(f"the holder of the port offered at {address} is gone: {error}") from error
+        if _peer_uid(holder) != os.getuid():  # the name is free for anybody once its holder is gone
+            raise RuntimeError(f"{address} is offered by another user")
         try:
             message, descriptors, _, _ = socket.recv_fds(holder, 1, 1)
         except OSError as error:
-            raise RuntimeError(f"the holder at {path} sent no descriptor within {timeout_s} s: {error}") from error
+            raise RuntimeError(f"the holder at {address} sent no descriptor within {timeout_s} s: {error}") from error
         if not message or len(descriptors) != 1:
             for descriptor in descriptors:
                 os.close(descriptor)
-            raise RuntimeError(f"the holder at {path} sent no descriptor")
+            raise RuntimeError(f"the holder at {address} sent no descriptor")
         sock = socket.socket(fileno=descriptors[0])
         try:
             os.set_inheritable(sock.fileno(), False)
@@ -213,10 +205,10 @@ def adopt_port(path: str, timeout_s: float = 10.0) -> socket.socket:
             acknowledged = holder.recv(1) == _RELEASED
         except OSError as error:
             sock.close()
-            raise RuntimeError(f"the holder at {path} did not acknowledge within {timeout_s} s: {error}") from error
+            raise RuntimeError(f"the holder at {address} did not acknowledge within {timeout_s} s: {error}") from error
         if not acknowledged:
             sock.close()
-            raise RuntimeError(f"the holder at {path} did not acknowledge the hand-over")
+            raise RuntimeError(f"the holder at {address} did not acknowledge the hand-over")
         return sock
 
 
@@ -224,3 +216,8 @@ def _peer_uid(peer: socket.socket) -> int:
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return uid
+
+
+def _abstract(address: str) -> str:
+    """The socket name of a printable address."""
+    return "\0" + address.removeprefix("@")
