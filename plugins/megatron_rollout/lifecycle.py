@@ -199,7 +199,7 @@ class CellLifecycle:
                 return self._start(operation, (Step.RESUME, Step.UNPAUSE), Awake(version))
             case Asleep(None, _):
                 stale = Stale("the weights were discarded at the last sleep", Asleep(None, resident=True))
-                return self._start(operation, self._weights_back(state), stale)
+                return self._start(operation, (*self._weights_back(state), *self._abort(state)), stale)
             case Asleep(int(version), _):
                 wake = (Step.ATTACH_GRAPHS, Step.RESUME, Step.UNPAUSE)
                 return self._start(operation, (*self._weights_back(state), *wake), Awake(version))
@@ -329,7 +329,7 @@ class CellLifecycle:
             case Refitting(origin):
                 return self._start_now("mark_stale", self._abort(origin), Stale(reason, _torn(origin)))
             case Created() | Asleep():
-                return self._start_now("mark_stale", (), Stale(reason, state))
+                return self._start_now("mark_stale", self._abort(state), Stale(reason, state))
             case Awake(version) | Paused(version) | Suspended(version):
                 steps = (*self._abort(state), *self._quiet(state))
                 return self._start_now("mark_stale", steps, Stale(reason, Suspended(version)))
