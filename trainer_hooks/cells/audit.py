@@ -1,12 +1,12 @@
 """Proves from a run's event log that nothing was lost, nothing was counted twice, and nothing diverged.
 
 What is proved (a broken rule is a problem that names the event):
-1. samples and steps (`audit_steps.py`): every accepted sample was generated, is accepted once, and is committed exactly
-   once for each role and pass it was accepted for; commits voided by a later `restored` do not count and must be made up
-   for. A commit rests on one decision, the decision on the vote 'commit' of every member; one commit a step; the cells'
-   shards of the committed attempt are disjoint and add up to the committed samples;
-2. membership (`audit_cells.py`): who leaves a quorum was declared dead or suspended, who enters it healed; a dead process
-   does not return; quorum ids only grow;
+1. samples and steps (`audit_steps.py`): every accepted sample was generated, is accepted once, and is committed
+   exactly once for each role and pass it was accepted for; commits voided by a later `restored` do not count and must
+   be made up for. A commit rests on one decision, the decision on the vote 'commit' of every member; one commit a step;
+   the cells' shards of the committed attempt are disjoint and add up to the committed samples;
+2. membership (`audit_cells.py`): who leaves a quorum was declared dead or suspended, who enters it healed; a dead
+   process does not return; quorum ids only grow;
 3. weights: all cells of either side report the same checksum for the same model and version; a cell enters an attempt
    only with the newest committed version; versions only grow;
 4. faults: every injected fault was observed and had its effect, and in a run with injected faults no other cell died.

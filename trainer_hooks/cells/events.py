@@ -74,8 +74,8 @@ KINDS: dict[str, Kind] = {
     ),
     "discarded": Kind("An attempt's gradients were thrown away everywhere.", {**_ATTEMPT, "cause": str}),
     "weights": Kind(
-        "Checksum over the whole model, independent of its layout, as one cell holds it at `version`. Cells of either "
-        "side that report the same model and version must agree.",
+        "Checksum over the whole model, independent of its layout, as one cell holds it at `version`; model: the role "
+        "that trains it. Cells of either side that report the same model and version must agree.",
         {"side": SIDES, "cell": int, "model": str, "version": int, "checksum": str},
     ),
     "refit": Kind(
