@@ -10,7 +10,7 @@ from megatron_rollout.sharding.batches import merge_batches, shard_by_batch_size
 from megatron_rollout.sharding.checks import check_batch
 from megatron_rollout.sharding.costs import BalanceOptions, FlopsCost
 from megatron_rollout.sharding.micro_batches import MicroBatchOptions, pack_micro_batches, schedule_cell
-from megatron_rollout.sharding.normalisation import Normalisation, normalisation, rewards_by_group
+from megatron_rollout.sharding.normalisation import Normalisation, normalisation
 from megatron_rollout.sharding.partitions import seqlen_balanced_partitions, strided_partitions
 from megatron_rollout.sharding.schedule import DpSchedule, StepSchedule, build_dp_schedule
 from megatron_rollout.sharding.schema import DEFAULT_SCHEMA, ColumnKind, ColumnSchema
@@ -45,7 +45,6 @@ __all__ = [
     "normalisation",
     "pack_micro_batches",
     "plan_steps",
-    "rewards_by_group",
     "schedule_cell",
     "seqlen_balanced_partitions",
     "shard_by_batch_size",

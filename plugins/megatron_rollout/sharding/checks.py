@@ -107,10 +107,10 @@ def _duplicate_problems(data: Mapping[str, Any]) -> Iterator[str]:
 def _reward_problems(data: Mapping[str, Any]) -> Iterator[str]:
     rewards, rollouts = data.get("rewards"), data.get("rollout_ids")
     if rewards is not None and rollouts is not None:
-        yield from unequal_rewards(as_list(rewards), as_list(rollouts))
+        yield from _unequal_rewards(as_list(rewards), as_list(rollouts))
 
 
-def unequal_rewards(rewards: Sequence[Any], rollout_ids: Sequence[Hashable]) -> Iterator[str]:
+def _unequal_rewards(rewards: Sequence[Any], rollout_ids: Sequence[Hashable]) -> Iterator[str]:
     """One message for each rollout whose samples carry different rewards: one trajectory has one reward."""
     members: dict[Hashable, list[int]] = {}
     for i, rollout in enumerate(rollout_ids):

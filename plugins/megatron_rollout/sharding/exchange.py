@@ -77,8 +77,9 @@ def refine(
 
     costs[p]: costs of the samples in part p that may be exchanged (all or some), ascending; ids[p]: which samples those
     are; loads[p]: the sum over all samples in part p. costs, ids and `owner` (sample -> part) are changed in place.
-    unit: the smallest difference worth looking for. sizes_free: parts may change their sizes; otherwise every sample
-    given is answered by one taken. Returns the largest load.
+    unit: the smallest difference worth looking for. sizes_free: parts may change their sizes; otherwise a sample moves
+    without return only from a part that holds one more than the other (all samples must be in `costs` then), which
+    keeps the set of sizes. Returns the largest load.
 
     Invariants: the largest load never grows; no part with a load becomes empty (giving away an only sample never
     helps); the result depends on the arguments alone.
@@ -102,7 +103,9 @@ def refine(
             # Halfway is best for the two; but a light part that would pass the goal needs yet another exchange.
             target = min(gap // 2, max(goal - other_load, 1))
             slack = max(gap >> 3, unit)
-            error, found = find_exchange(heavy, costs[other], target=target, gap=gap, may_move=sizes_free, slack=slack)
+            light = costs[other]
+            may_move = sizes_free or len(heavy) == len(light) + 1
+            error, found = find_exchange(heavy, light, target=target, gap=gap, may_move=may_move, slack=slack)
             work_limit -= 32 if error <= slack else 16 + len(heavy)
             if found is not None:
                 larger = max(load - found.amount, other_load + found.amount)

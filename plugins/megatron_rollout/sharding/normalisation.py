@@ -1,23 +1,21 @@
 """What a loss is divided by: global counts of the step, the same whatever the cells and micro-batches.
 
-Each cell sums its samples' weighted losses; the cells' sums are added up. With the weights below that is
+Each cell sums its samples' losses over their masks, divided by these counts, and the cells' sums are added up. So
 
-- token mean: sum over tokens of mask * loss, divided by the mask total of the whole step;
-- rollout mean: the mean over rollouts of each rollout's token mean, where a rollout may consist of several samples, in
-  different micro-batches, ranks and cells.
+- a token mean is the sum of mask * loss over all tokens, divided by `num_tokens`;
+- a rollout mean is the sum over samples of (sum of mask * loss) / `rollout_mask_sums`, divided by `num_rollouts`: the
+  mean over rollouts of each rollout's token mean, though its samples may be in different micro-batches and cells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rollout.sharding.checks import as_list, unequal_rewards
+from megatron_rollout.sharding.checks import as_list
 from megatron_rollout.sharding.schema import DEFAULT_SCHEMA, ColumnSchema, count_samples
 from megatron_rollout.sharding.steps import samples_by_rollout
-
-REDUCTIONS = ("token-mean", "rollout-mean")
 
 
 @dataclass(frozen=True)
@@ -34,18 +32,6 @@ class Normalisation:
     rollout_mask_sums: tuple[float, ...]
     num_tokens: float
     num_rollouts: int
-
-    def weights(self, reduction: str) -> list[float]:
-        """[len(samples)]: what a sample's sum of mask * loss is multiplied by. 0 where there is nothing to train.
-
-        Invariant: the sum of weight * mask_sum is 1 for a token mean (0 without any token), and for a rollout mean the
-        share of rollouts that have a token. Raises ValueError: an unknown reduction.
-        """
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-        if reduction == "token-mean":
-            return [1.0 / self.num_tokens if self.num_tokens else 0.0] * len(self.samples)
-        return [1.0 / (self.num_rollouts * total) if total else 0.0 for total in self.rollout_mask_sums]
 
 
 def normalisation(
@@ -80,32 +66,6 @@ def normalisation(
         num_tokens=sum(totals.values()),
         num_rollouts=len(of_step),
     )
-
-
-def rewards_by_group(
-    rewards: Sequence[float], rollout_ids: Sequence[Hashable], group_ids: Sequence[Hashable]
-) -> dict[Hashable, dict[Hashable, float]]:
-    """{group: {rollout: reward}}, one reward per rollout: a rollout in three segments counts once in its group's mean.
-
-    All [n], one entry per sample. Raises ValueError: columns of different lengths; different rewards inside one
-    rollout; a rollout in two groups.
-    """
-    if not len(rewards) == len(rollout_ids) == len(group_ids):
-        raise ValueError(
-            f"columns of different lengths: {len(rewards)} rewards, {len(rollout_ids)} rollout_ids, "
-            f"{len(group_ids)} group_ids"
-        )
-    problems = list(unequal_rewards(rewards, rollout_ids))
-    group_of: dict[Hashable, Hashable] = {}
-    for rollout, group in zip(rollout_ids, group_ids, strict=True):
-        if group_of.setdefault(rollout, group) != group:
-            problems.append(f"rollout {rollout} is in group {group_of[rollout]} and in group {group}")
-    if problems:
-        raise ValueError("; ".join(problems))
-    groups: dict[Hashable, dict[Hashable, float]] = {}
-    for reward, rollout, group in zip(rewards, rollout_ids, group_ids, strict=True):
-        groups.setdefault(group, {})[rollout] = reward
-    return groups
 
 
 def _total(mask: Any) -> float:

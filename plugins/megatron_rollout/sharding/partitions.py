@@ -74,7 +74,7 @@ def seqlen_balanced_partitions(costs: Sequence[float] | Any, k: int, *, sizes: s
     if k == 1:
         return [list(range(n))]
     owner = _free_sizes(values, k) if sizes == "free" else _equal_sizes(values, k)
-    by_part, cuts = _by_part(owner[:n], k)
+    by_part, cuts = _by_part(owner, k)
     parts = [part.tolist() for part in np.split(by_part, cuts)]
     return sorted(parts, key=lambda part: (-len(part), part[0]))
 
@@ -95,8 +95,8 @@ def check_parts(k: int, name: str = "number of parts") -> int:
 def integer_costs(costs: Sequence[float] | Any) -> IntArray:
     """Costs as int64 in the same proportions, their sum times n + 1 below 2 ** 61.
 
-    Integers that fit stay as they are; floats (and larger integers) are rounded to a grid of 2 ** -45 of their sum for
-    16 k samples, finer for fewer. Raises ValueError: not one number per sample, negative, NaN, infinite.
+    Integers that fit stay as they are, also those given as floats; all else is rounded to a grid of 2 ** -45 of the sum
+    for 16 k samples, finer for fewer. Raises ValueError: not one number per sample, negative, NaN, infinite.
     """
     array = np.asarray(costs)
     if array.size == 0:
@@ -116,6 +116,8 @@ def integer_costs(costs: Sequence[float] | Any) -> IntArray:
         named = ", ".join(f"sample {i}: {array[i]}" for i in bad[:8])
         more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
         raise ValueError(f"costs must be finite and >= 0, got {named}{more}")
+    if values.max() * n < limit and np.array_equal(values, np.rint(values)):
+        return values.astype(np.int64)
     # fsum is exact whatever the order, so the grid is the same everywhere.
     exponent = limit.bit_length() - 2 - math.frexp(math.fsum(values.tolist()))[1]
     return np.rint(np.ldexp(values, exponent)).astype(np.int64)
@@ -144,19 +146,19 @@ def _free_sizes(costs: IntArray, k: int) -> IntArray:
 
 def _equal_sizes(costs: IntArray, k: int) -> IntArray:
     n = len(costs)
-    # Samples of no cost fill the last block: then every part gets one sample from each block of k.
-    padded = np.concatenate([costs, np.zeros(-n % k, np.int64)])
-    desc, order = _descending(padded)
+    desc, order = _descending(costs)
     per_part = n // k
-    shortest = np.sort(costs)[: per_part - 1]
-    goal = max(-(-int(costs.sum()) // k), int(desc[0]) + int(shortest.sum()))
+    # The part with the longest sample holds at least per_part - 1 others.
+    goal = max(-(-int(costs.sum()) // k), int(desc[0]) + int(desc[n - per_part + 1 :].sum()))
 
     def refined(owner: IntArray) -> tuple[int, IntArray]:
         return _refined(desc, order, owner, k, goal=goal, unit=1, sizes_free=False)
 
-    load, best = refined(np.array(_place(desc.tolist(), [0] * k, len(desc) // k)))
+    load, best = refined(np.array(_place_equally(desc.tolist(), k)))
     if load > goal:
-        other_load, other = refined(_karmarkar_karp(desc.reshape(-1, k)).ravel())
+        # Samples of no cost fill the last block; every part gets one sample of each block of k.
+        blocks = np.concatenate([desc, np.zeros(-n % k, np.int64)]).reshape(-1, k)
+        other_load, other = refined(_karmarkar_karp(blocks).ravel()[:n])
         if other_load < load:
             best = other
     return best
@@ -198,25 +200,34 @@ def _refined(
     return load, by_position
 
 
-def _place(costs: list[int], loads: list[int], capacity: int | None = None) -> list[int]:
-    """Put each cost, in the given order, onto the lightest part (ties: the lowest) that holds < capacity samples."""
+def _place(costs: list[int], loads: list[int]) -> list[int]:
+    """Put each cost, in the given order, onto the lightest part (ties: the lowest)."""
     k = len(loads)
     heap = [load * k + part for part, load in enumerate(loads)]
     heapq.heapify(heap)
     owner = []
-    if capacity is None:
-        for cost in costs:
-            key = heap[0]
-            owner.append(key % k)
-            heapq.heapreplace(heap, key + cost * k)
-        return owner
-    held = [0] * k
     for cost in costs:
+        key = heap[0]
+        owner.append(key % k)
+        heapq.heapreplace(heap, key + cost * k)
+    return owner
+
+
+def _place_equally(costs: list[int], k: int) -> list[int]:
+    """The same, into k parts of n // k samples and, for n % k of them, one more."""
+    size, larger = divmod(len(costs), k)
+    heap = list(range(k))  # load * k + part
+    held = [0] * k
+    owner = []
+    for cost in costs:
+        while held[heap[0] % k] == size and not larger:
+            heapq.heappop(heap)
         key = heap[0]
         part = key % k
         owner.append(part)
         held[part] += 1
-        if held[part] == capacity:
+        if held[part] > size:
+            larger -= 1
             heapq.heappop(heap)
         else:
             heapq.heapreplace(heap, key + cost * k)

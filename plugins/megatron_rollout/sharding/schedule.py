@@ -1,7 +1,7 @@
 """The schedule of a whole batch: micro-batches per step, cell and rank.
 
 Pack first, then distribute: the samples of a step are packed into micro-batches, and whole micro-batches go to cells
-and, inside a cell, to its data-parallel ranks. Cells share no collective within a micro-batch, so each has its own count.
+and, inside a cell, to its data-parallel ranks. Cells share no collective within a micro-batch: each has its own count.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megatron_rollout.sharding.costs import BalanceOptions
@@ -140,7 +141,6 @@ def build_dp_schedule(
     costs = balance.costs(args, lengths) if balance.data else lengths
     steps = []
     for samples, num_rollouts in zip(plan.steps, plan.num_rollouts, strict=True):
-        samples = tuple(sorted(samples))
         if placed is None:
             micro_batches = _pack_then_distribute(samples, lengths, costs, options, balance, cells)
         else:
@@ -224,7 +224,7 @@ def _reported(
     oversized: tuple[tuple[int, int], ...] = ()
     if options.max_tokens is not None:
         cap = options.max_tokens
-        oversized = tuple((i, lengths[i]) for step in plan.steps for i in sorted(step) if lengths[i] > cap)
+        oversized = tuple((i, lengths[i]) for i in sorted(chain.from_iterable(plan.steps)) if lengths[i] > cap)
     if oversized:
         told = ", ".join(f"sample {i} of {length}" for i, length in oversized[:8])
         more = f" and {len(oversized) - 8} more" if len(oversized) > 8 else ""

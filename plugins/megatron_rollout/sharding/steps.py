@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepPlan:
-    """steps[s]: positions of the samples of step s; num_rollouts[s]: rollouts in it; dropped: positions of samples in
-    no step; note: what became of a trailing partial step ("" if there was none)."""
+    """steps[s]: positions of the samples of step s, ascending; num_rollouts[s]: rollouts in it; dropped: positions of
+    samples in no step; note: what became of a trailing partial step ("" if there was none)."""
 
     steps: tuple[tuple[int, ...], ...]
     num_rollouts: tuple[int, ...]
@@ -100,4 +100,4 @@ def check_global_batch_size(values: Mapping[int, int | None] | Sequence[int | No
 
 
 def _flat(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(position for group in groups for position in group)
+    return tuple(sorted(position for group in groups for position in group))
