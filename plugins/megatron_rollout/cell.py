@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_rollout.cell_types import CellFailed, CellStatus, RolloutSpec
 from megatron_rollout.requests import GenerationOutput, GenerationRequest, TokenDelta
-from megatron_rollout.rollout_rank import RolloutSpec
-from megatron_rollout.worker import CellFailed, CellStatus
 
 
 class CellDead(RuntimeError):

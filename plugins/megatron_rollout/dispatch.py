@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from megatron_rollout.cell import CellDead
+from megatron_rollout.cell_types import CellFailed
 from megatron_rollout.requests import GenerationOutput, GenerationRequest, TokenDelta
 from megatron_rollout.routing import Assignment, Router, StaticRouter
-from megatron_rollout.worker import CellFailed
 
 logger = logging.getLogger(__name__)
 

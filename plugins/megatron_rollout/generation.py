@@ -13,9 +13,9 @@ from typing import Any
 
 from megatron_rollout.batches import batch_of, requests_of
 from megatron_rollout.cell import RolloutCell
+from megatron_rollout.cell_types import RolloutSpec
 from megatron_rollout.dispatch import Dispatcher, NoCells
 from megatron_rollout.requests import GenerationOutput, GenerationRequest, SamplingParams, TokenDelta
-from megatron_rollout.rollout_rank import RolloutSpec
 from megatron_rollout.routing import Router, StaticRouter
 from megatron_rollout.seeds import sample_seed
 

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_rollout.device import device, release_cached_memory
+from megatron_rollout.cell_types import RolloutSpec
+from megatron_rollout.device import release_cached_memory
 from megatron_rollout.engine.architecture import Architecture, read_architecture
 from megatron_rollout.engine.checkpoint import load_hf
 from megatron_rollout.engine.engine import Engine
 from megatron_rollout.engine.model import build_model, transformer_config
 from megatron_rollout.engine.weights import WeightMap
 
-
-@dataclass(frozen=True)
-class RolloutSpec:
-    """What every rank of a rollout cell is built from.
-
-    engine: a `config.EngineConfig`. load_weights: False leaves the weights to the first refit; the cell serves nothing
-    before it. initial_version: the version that the checkpoint's weights have.
-    """
-
-    hf_checkpoint: str
-    engine: Any
-    tp: int = 1
-    pp: int = 1
-    sequence_parallel: bool = False
-    dtype: str = "float32"
-    load_weights: bool = True
-    initial_version: int = 0
-    model_overrides: dict[str, Any] = field(default_factory=dict)
+if TYPE_CHECKING:
+    from megatron_rollout.weight_sync.reshard import ReshardGroup
 
 
 class RolloutRank:
@@ -92,7 +76,8 @@ class RolloutRank:
             pg_collection=pg_collection,
             version=spec.initial_version,
         )
-        self._receivers: dict[str, Callable[..., None]] = {}
+        self._reshard: ReshardGroup | None = None
+        self.cell_rank = dist.get_rank()
 
     def handle(self, name: str, arguments: dict[str, Any]) -> Any:
         """Execute one command of the step loop. Raises ValueError for an unknown one."""
@@ -162,15 +147,18 @@ class RolloutRank:
         """Colocated with equal layouts: the weights are the trainer's own tensors; nothing moves."""
         self.refit(version, lambda: None)
 
-    def do_join_refit_group(self, **arguments: Any) -> None:
+    def do_join_refit_group(self, destination_offset: int, **arguments: Any) -> None:
+        """Become a destination of a refit group; this cell's first rank in it is `destination_offset`."""
         from megatron_rollout.weight_sync.reshard import ReshardGroup
 
         self.leave_refit_group()
-        self._reshard = ReshardGroup(**arguments)
+        self._reshard = ReshardGroup(
+            rank=destination_offset + self.cell_rank, destination_offset=destination_offset, **arguments
+        )
 
     def do_refit_reshard(self, version: int) -> None:
         """Receive the trainer cell's weights, shard to shard, over the group joined last."""
-        group = getattr(self, "_reshard", None)
+        group = self._reshard
         if group is None:
             raise ValueError("refit_reshard before join_refit_group")
         try:
@@ -183,15 +171,6 @@ class RolloutRank:
         self.leave_refit_group()
 
     def leave_refit_group(self) -> None:
-        group = getattr(self, "_reshard", None)
-        if group is not None:
-            group.close()
+        if self._reshard is not None:
+            self._reshard.close()
         self._reshard = None
-
-    def barrier(self) -> None:
-        if dist.get_world_size() > 1:
-            dist.barrier()
-
-    @property
-    def device(self) -> torch.device:
-        return device()

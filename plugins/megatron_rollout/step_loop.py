@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_rollout.cell_types import CommandError, EngineFailed
 from megatron_rollout.engine.engine import Engine
 from megatron_rollout.requests import GenerationOutput, GenerationRequest, TokenDelta
 
@@ -34,14 +35,6 @@ logger = logging.getLogger(__name__)
 #: An idle leader tells its followers that it lives this often; it must stay well below the world's collective timeout.
 HEARTBEAT_S = 20.0
 _STOP, _STEP = 1, 2
-
-
-class EngineFailed(RuntimeError):
-    """The cell's engine failed; the message holds the first cause."""
-
-
-class CommandError(RuntimeError):
-    """A command failed on at least one rank of the cell; the message names rank and cause."""
 
 
 class Rank(Protocol):

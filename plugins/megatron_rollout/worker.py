@@ -11,38 +11,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from megatron_rollout import device
+from megatron_rollout.cell_types import CellFailed, CellStatus, EngineFailed, RolloutSpec
 from megatron_rollout.engine import parallel
 from megatron_rollout.requests import GenerationOutput, GenerationRequest, TokenDelta
-from megatron_rollout.rollout_rank import RolloutRank, RolloutSpec
-from megatron_rollout.step_loop import EngineFailed, StepLoop
 
-
-@dataclass(frozen=True)
-class CellFailed:
-    """The cell's engine failed with `cause`; what it had in flight will not come."""
-
-    cause: str
-
-
-@dataclass(frozen=True)
-class CellStatus:
-    """What the driver asks of a leader, cheap to take."""
-
-    serving: bool
-    reason: str
-    version: int
-    outstanding: int
-    steps: int
-    turns: int
-    tokens_generated: int
-    kv_usage: float
+if TYPE_CHECKING:
+    from megatron_rollout.rollout_rank import RolloutRank
+    from megatron_rollout.step_loop import StepLoop
 
 
 class RolloutWorker:
@@ -61,6 +42,13 @@ class RolloutWorker:
         self.tokenizer: Any = None
         self._store: dist.Store | None = None
 
+    @property
+    def host(self) -> str:
+        """Address of this node, as Ray knows it."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
     def pid(self) -> int:
         return os.getpid()
 
@@ -68,11 +56,8 @@ class RolloutWorker:
 
     def serve_world_store(self, timeout_s: float = 600.0) -> tuple[str, int]:
         """Rank 0 of a cell: serve the store at which its world meets. Returns host and port."""
-        import ray
-
-        host = ray.util.get_node_ip_address()
-        self._store, port = parallel.serve_store(host, timeout_s)
-        return host, port
+        self._store, port = parallel.serve_store(self.host, timeout_s)
+        return self.host, port
 
     def join_world(self, host: str, port: int, rank: int, world_size: int, timeout_s: float = 600.0) -> None:
         if self._store is None:
@@ -81,10 +66,14 @@ class RolloutWorker:
 
     def start_rollout(self, spec: RolloutSpec, *, cell: int, timeout_s: float = 600.0, seed: int = 1) -> None:
         """Build the model and the engine of this rank and start its step loop. Collective over the cell."""
+        from megatron_rollout.rollout_rank import RolloutRank
+
         parallel.init_megatron(tp=spec.tp, pp=spec.pp, seed=seed, timeout_s=timeout_s)
         self.host_rollout(RolloutRank(spec, tokenizer=self.load_tokenizer(spec.hf_checkpoint)), cell)
 
     def host_rollout(self, rollout: RolloutRank, cell: int, group: dist.ProcessGroup | None = None) -> None:
+        from megatron_rollout.step_loop import StepLoop
+
         self.rollout = rollout
         self.loop = StepLoop(rollout, group=group or dist.group.WORLD, store=self._store, name=f"cell-{cell}")
         self.loop.start()
