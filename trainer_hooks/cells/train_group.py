@@ -16,9 +16,10 @@ from megatron_rollout.cell import get, kill_actors, start_cell
 from megatron_rollout.cell_types import RolloutSpec
 from megatron_rollout.sharding import check_global_batch_size, merge_shards, split_train_data_by_dp
 from trainer_hooks.cells.arbiter import COMMIT, DISCARD, Arbiter
+from trainer_hooks.cells.event_log import EventLog
 from trainer_hooks.cells.quorum import Attempt, Member, NoLiveCells, Quorum, Step
 from trainer_hooks.cells.timeouts import CellTimeouts
-from trainer_hooks.training.spec import TrainSpec
+from trainer_hooks.training.spec import OptimizerSpec, TrainSpec
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class TrainGroup:
         timeouts: CellTimeouts,
         max_attempts: int = 30,
         checksums: bool = False,
+        log: EventLog | None = None,
     ) -> None:
         self.spec = spec
         self.args = args
@@ -62,6 +64,8 @@ class TrainGroup:
         self.timeouts = timeouts
         self.max_attempts = max_attempts
         self.checksums = checksums
+        self.log = log
+        self.last_step: tuple[int, int] | None = None
         self.quorum = Quorum(arbiter.last_quorum_id(spec.role))
         self._configured: Quorum | None = None
         self.cells = {i: TrainerCellHandle(i, list(make_actors(i))) for i in range(num_cells)}
@@ -104,7 +108,10 @@ class TrainGroup:
     def form_quorum(self) -> Quorum:
         """The quorum of the cells alive now, its cross-cell groups configured."""
         while True:
-            self.quorum = self.quorum.next(Member(c.index, c.incarnation) for c in self.live)
+            quorum = self.quorum.next(Member(c.index, c.incarnation) for c in self.live)
+            if quorum != self.quorum:
+                self.quorum = quorum
+                self._note("quorum", role=self.spec.role, **quorum.to_dict())
             if self._configured == self.quorum:
                 return self.quorum
             failed = self._on_cells(
@@ -173,7 +180,10 @@ class TrainGroup:
             shards = self.split(data)
             metrics, cause = self._attempt(attempt, shards, objective)
             if metrics is not None:
+                self.last_step = step.position
+                self._note("committed", **attempt.to_dict(), samples=list(data.get("sample_indices", ())))
                 return metrics
+            self._note("discarded", **attempt.to_dict(), cause=cause)
         raise StepFailed(f"{step} was discarded {self.max_attempts} times; last cause: {cause}")
 
     def _attempt(
@@ -209,11 +219,27 @@ class TrainGroup:
         first = answers[min(answers)]
         return {**next(r for r in results if r), **first, "checksums": {c: a.get("checksum") for c, a in answers.items()}}, ""
 
+    def _note(self, kind: str, **fields: Any) -> None:
+        if self.log is not None:
+            self.log.append(kind, **fields)
+
+    def use_optimizer(self, spec: OptimizerSpec) -> None:
+        """Let every live cell begin with a fresh optimizer and schedule."""
+        get([a.use_optimizer.remote(spec) for c in self.live for a in c.actors], self.timeouts.configure_s)
+
     # -- the rest -----------------------------------------------------------------------------------------------
 
     def save_hf(self, directory: str) -> None:
         source = self.live[0]
         get([a.save_hf.remote(directory) for a in source.actors], self.timeouts.checkpoint_s)
+
+    def save_state(self, directory: str) -> None:
+        """Write the state of one live cell (all hold the same), one file a rank."""
+        get([a.save_state.remote(directory) for a in self.live[0].actors], self.timeouts.checkpoint_s)
+
+    def load_state(self, directory: str) -> None:
+        """Restore every live cell from `save_state`'s files."""
+        get([a.load_state.remote(directory) for c in self.live for a in c.actors], self.timeouts.checkpoint_s)
 
     def shutdown(self) -> None:
         for cell in self.live:

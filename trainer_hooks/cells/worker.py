@@ -21,7 +21,7 @@ from megatron_rollout.worker import RolloutWorker
 from trainer_hooks.cells.group import CrossCellGroup
 from trainer_hooks.cells.quorum import Attempt, Quorum, StepGuard
 from trainer_hooks.cells.timeouts import CellTimeouts
-from trainer_hooks.training.spec import TrainSpec
+from trainer_hooks.training.spec import OptimizerSpec, TrainSpec
 
 if TYPE_CHECKING:
     from megatron_rollout.weight_sync.reshard import ReshardGroup
@@ -104,6 +104,9 @@ class TrainerWorker(RolloutWorker):
     def abort_cross_cell(self, reason: str, through: int) -> None:
         """A member of the quorum is dead: make this rank's cross-cell collective raise now. From any thread."""
         self.cells.abort(reason, through=through)
+
+    def use_optimizer(self, spec: OptimizerSpec) -> None:
+        self._train(lambda: self._trainer().use_optimizer(spec))
 
     # -- one rollout --------------------------------------------------------------------------------------------
 

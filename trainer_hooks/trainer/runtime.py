@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import uuid
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -18,10 +19,12 @@ from megatron_rollout.generation import MegatronGeneration
 from megatron_rollout.requests import SamplingParams
 from trainer_hooks.cells.arbiter import Arbiter
 from trainer_hooks.cells.event_log import EventLog
+from trainer_hooks.cells.quorum import Quorum
 from trainer_hooks.cells.store import StoreServer
-from trainer_hooks.cells.sync import WeightSync
+from trainer_hooks.cells.sync import PairResult, WeightSync
 from trainer_hooks.cells.timeouts import CellTimeouts
 from trainer_hooks.cells.train_group import TrainGroup
+from trainer_hooks.trainer.sample import Sample
 from trainer_hooks.training.losses import PolicyLossConfig
 from trainer_hooks.training.spec import OptimizerSpec, TrainSpec
 
@@ -39,6 +42,7 @@ class Runtime:
         self.sync: WeightSync
         self.log: EventLog
         self._started_ray = False
+        self.version = 0
 
     def __enter__(self) -> Runtime:
         try:
@@ -92,6 +96,7 @@ class Runtime:
                 arbiter=Arbiter(self.log, timeouts),
                 store=store,
                 timeouts=timeouts,
+                log=self.log,
             )
             if generation is not None:
                 self.generation = generation.result()
@@ -101,6 +106,37 @@ class Runtime:
         self.sync = WeightSync(
             self.group, self.generation, store=store, timeout_s=args.refit_timeout, colocate=args.colocate
         )
+
+    # -- during the run -----------------------------------------------------------------------------------------
+
+    def accept(self, rollout_id: int, samples: Sequence[Sample]) -> None:
+        """The samples enter the batch of this rollout: each will be trained once."""
+        self.log.append("accepted", rollout_id=rollout_id, samples=[s.index for s in samples], roles=["actor"])
+
+    def refit(self) -> list[PairResult]:
+        """Bring the trainer's weights into the rollout cells as a new version."""
+        self.version += 1
+        results = self.sync.sync(self.version)
+        for r in results:
+            extra = {"cause": r.cause} if r.cause else {}
+            self.log.append(
+                "refit",
+                version=self.version,
+                trainer_cell=r.trainer_cell,
+                rollout_cell=r.rollout_cell,
+                ok=r.ok,
+                seconds=r.seconds,
+                **extra,
+            )
+        return results
+
+    def restore(self, checkpoint: str, state: Mapping[str, Any]) -> None:
+        """Take the driver's own state from a checkpoint: version, quorum, the last step that stands."""
+        self.version = int(state["version"])
+        quorum = Quorum.from_dict(state["quorum"])
+        self.group.quorum = Quorum(max(quorum.quorum_id, self.group.quorum.quorum_id))
+        self.group.last_step = tuple(state["step"]) if state["step"] else None  # type: ignore[assignment]
+        self.group.arbiter.restore(checkpoint, {"actor": self.group.last_step}, self.version)
 
     def _start_ray(self) -> None:
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")

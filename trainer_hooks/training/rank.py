@@ -70,9 +70,13 @@ class TrainerRank:
             ),
             wrapped,
         )
-        self.optimizer = get_megatron_optimizer(_optimizer_config(spec.optimizer, self.dtype), [self.ddp])
-        self.scheduler = _scheduler(self.optimizer, spec.optimizer)
         self.optimizer_steps = 0
+        self.use_optimizer(spec.optimizer)
+
+    def use_optimizer(self, spec: OptimizerSpec) -> None:
+        """Begin with a fresh optimizer and schedule (moments and step count start anew)."""
+        self.optimizer = get_megatron_optimizer(_optimizer_config(spec, self.dtype), [self.ddp])
+        self.scheduler = _scheduler(self.optimizer, spec)
 
     # -- forward only -------------------------------------------------------------------------------------------
 

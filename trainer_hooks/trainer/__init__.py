@@ -1,0 +1,1 @@
+"""The built-in slime-style trainer: `python -m trainer_hooks.trainer --rollout-backend megatron`."""

@@ -1,0 +1,75 @@
+"""The training loop: generate, convert, freeze, train, refit. One rollout an iteration; see DESIGN for the order."""
+
+from __future__ import annotations
+
+import argparse
+
+from trainer_hooks.cells.quorum import Step
+from trainer_hooks.trainer.checkpoint import Checkpoints
+from trainer_hooks.trainer.convert import convert_samples_to_train_data, freeze, optimizer_steps, rollout_metrics
+from trainer_hooks.trainer.data import PromptData
+from trainer_hooks.trainer.report import Report
+from trainer_hooks.trainer.rollout import Rollouts
+from trainer_hooks.trainer.runtime import Runtime
+from trainer_hooks.trainer.warmup import supervised_warmup
+
+
+class RefitFailed(RuntimeError):
+    """No rollout cell holds the current weights; the message has the first cause."""
+
+
+def train(
+    args: argparse.Namespace,
+    runtime: Runtime,
+    rollouts: Rollouts,
+    prompts: PromptData,
+    held_out: PromptData | None,
+    report: Report,
+) -> None:
+    """Run `args.num_rollout` rollouts from where `args.load` left off (or from the start)."""
+    checkpoints = Checkpoints(args, runtime, prompts)
+    start = checkpoints.resume()
+    if start == 0:
+        supervised_warmup(args, runtime, rollouts.tokenizer, report)
+    refit(runtime, report)
+    evaluate(rollouts, held_out, report, start)
+
+    for rollout_id in range(start, args.num_rollout):
+        report.begin(rollout_id, live_cells=(len(runtime.group.live), len(runtime.generation.live_cells)))
+        with report.phase("generate"):
+            samples = rollouts.generate(rollout_id, prompts.next_batch(args.rollout_batch_size))
+            runtime.accept(rollout_id, samples)
+        with report.phase("convert"):
+            data = convert_samples_to_train_data(args, samples)
+            report.add(rollout_metrics(data))
+        with report.phase("freeze"):
+            data = freeze(args, runtime.group, data)
+        with report.phase("train"):
+            for step_index, step in enumerate(optimizer_steps(args, data)):
+                metrics = runtime.group.train_step(Step("actor", rollout_id, step_index), step)
+                report.add({f"train/{name}": value for name, value in metrics.items()})
+        with report.phase("refit"):
+            refit(runtime, report)
+        checkpoints.maybe_save(rollout_id)
+        last = rollout_id + 1 == args.num_rollout
+        if last or (args.eval_interval and (rollout_id + 1) % args.eval_interval == 0):
+            evaluate(rollouts, held_out, report, rollout_id + 1)
+        report.end(tokens=rollouts.tokens_generated, version=runtime.version)
+
+    if args.save_hf:
+        runtime.group.save_hf(args.save_hf)
+    runtime.log.append("run_finished", rollouts=args.num_rollout)
+
+
+def refit(runtime: Runtime, report: Report) -> None:
+    """Bring the current weights into every pair's rollout cells; at least one must hold them afterwards."""
+    results = runtime.refit()
+    report.add({"refit/seconds": max(r.seconds for r in results), "refit/failed": float(sum(not r.ok for r in results))})
+    if not any(r.ok for r in results):
+        raise RefitFailed(f"no rollout cell could be refitted to version {runtime.version}: {results[0].cause}")
+
+
+def evaluate(rollouts: Rollouts, held_out: PromptData | None, report: Report, rollout_id: int) -> None:
+    if held_out is not None:
+        with report.phase("eval"):
+            report.evaluation(rollout_id, rollouts.evaluate(held_out.all()))
