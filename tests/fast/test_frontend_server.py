@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
 
 import httpx
 import pytest
-from frontend_support import FakeEngine, byte_level_tokenizer, served
+from frontend_support import FakeEngine, byte_level_tokenizer, draw, served
 from megatron_rollout.frontend.app import build_app
 from megatron_rollout.frontend.client import EngineClient
 from megatron_rollout.frontend.inflight import choice_seed
@@ -269,3 +270,53 @@ def test_logprobs_that_json_can_carry():
     assert finite_logprobs([-1.0, None, -inf, inf, float("nan")]) == [-1.0, None, -9999.0, None, None]
     assert finite_logprobs([-1e308, -1e308]) == [-1e308, -1e308]
     assert finite_logprobs((-1.0, -2.0)) == [-1.0, -2.0] and finite_logprobs([]) == []
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(caplog):
+    head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+    with served(FakeEngine(TOKENIZER), body_timeout_s=0.2) as handle:
+        with socket.create_connection((handle.host, handle.port), timeout=10) as slow:
+            slow.sendall(head)
+            answer = slow.recv(4096)
+            assert b" 408 " in answer.split(b"\r\n")[0] and b"within 0.2 s (1 bytes so far)" in answer
+        with socket.create_connection((handle.host, handle.port), timeout=10) as gone:
+            gone.sendall(head)
+        wait_for(lambda: 'status="400"' in httpx.get(handle.url + "/metrics").text)
+        text = httpx.get(handle.url + "/metrics").text
+        assert value(text, "megatron_rollout_http_requests_total", route="/generate", status="400") == 1
+    assert not caplog.records
+
+
+def test_long_prompts_are_tokenised_beside_the_loop():
+    engine = FakeEngine(TOKENIZER, max_context_length=100_000)
+    long = "the cat sat " * 3000
+    with served(engine) as handle, httpx.Client(base_url=handle.url, timeout=30) as client:
+        one = client.post("/generate", json={"text": long, "sampling_params": {"max_new_tokens": 1}}).json()
+        assert one["meta_info"]["prompt_tokens"] == len(TOKENIZER.encode(long))
+        chat = {"messages": [{"role": "user", "content": long}], "max_tokens": 1}
+        ids = client.post("/v1/chat/completions", json=chat).json()["choices"][0]["prompt_token_ids"]
+        assert TOKENIZER.decode(ids) == f"<|im_start|>user\n{long}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_256_calls_at_once_streamed_and_not_all_get_all_of_their_tokens():
+    """Nothing is lost between the engine's thread and the loop, and a call that does not stream wakes the loop once."""
+    engine = FakeEngine(TOKENIZER, max_context_length=1000)
+
+    async def ask(client: httpx.AsyncClient, index: int) -> bool:
+        params = {"max_new_tokens": 20 + index % 7, "sampling_seed": index}
+        body = {"text": "x", "return_logprob": True, "sampling_params": params, "stream": index % 2 == 0}
+        response = await client.post("/generate", json=body)
+        lines = response.text.replace("data: ", "").split("\n\n")
+        last = json.loads(lines[-3] if index % 2 == 0 else lines[0])
+        prompt = tuple(TOKENIZER.encode("x"))
+        expected = [draw(prompt, index, i, engine.vocab)[0] for i in range(20 + index % 7)]
+        return last["output_ids"] == expected == [entry[1] for entry in last["meta_info"]["output_token_logprobs"]]
+
+    async def ask_all(url: str) -> list[bool]:
+        limits = httpx.Limits(max_connections=256)
+        async with httpx.AsyncClient(base_url=url, timeout=50, limits=limits) as client:
+            return await asyncio.gather(*(ask(client, index) for index in range(256)))
+
+    with served(engine) as handle:
+        assert all(asyncio.run(ask_all(handle.url)))
+        assert engine.aborted == [] and engine.status().running_requests == 0

@@ -138,6 +138,10 @@ def test_streams_repeat_what_came_before(own_cell):
     assert last["text"] == whole["text"] and last["output_ids"] == whole["output_ids"]
     assert last["meta_info"]["output_token_logprobs"] == whole["meta_info"]["output_token_logprobs"]
 
+    params = {"max_new_tokens": 20, "sampling_seed": 4, "stream_interval": 8}
+    sizes = [chunk["meta_info"]["completion_tokens"] for chunk in events(client, text="x", sampling_params=params)]
+    assert len(sizes) <= 3 and sizes[-1] == 20
+
     batch = events(client, text=["x", "y"], sampling_params={"max_new_tokens": 5})
     assert {chunk["index"] for chunk in batch} == {0, 1}
 

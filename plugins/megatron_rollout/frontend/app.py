@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -27,14 +27,15 @@ Handler = Callable[[Frontend, Request], Awaitable[Response]]
 #: Routes that need no token: probes and scrapes, which can change nothing.
 OPEN = ("/health", "/health_generate", "/metrics")
 
+#: Tried in this order: what is called most comes first.
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST PUT", "/generate", sglang.generate),
     # OpenAI
     ("GET", "/v1/models", openai.models),
     ("GET", "/v1/models/{model:path}", openai.models),
     ("POST", "/v1/completions", openai.completions),
     ("POST", "/v1/chat/completions", openai.chat_completions),
     # SGLang
-    ("POST PUT", "/generate", sglang.generate),
     ("GET", "/health", control.health),
     ("GET", "/health_generate", control.health_generate),
     ("GET", "/server_info", control.server_info),
@@ -112,6 +113,8 @@ def _endpoint(frontend: Frontend, path: str, handler: Handler) -> Callable[[Requ
                 if not hmac.compare_digest(given, expected):
                     raise RequestError(401, "a valid bearer token is required (Authorization: Bearer ...)")
             response = await handler(frontend, request)
+        except ClientDisconnect:
+            response = JSONReply(error_body(400, "the client went away before its body was complete"), status_code=400)
         except RequestError as error:
             response = JSONReply(error_body(error.status, error.message, error.param), status_code=error.status)
             if error.status == 401:

@@ -7,12 +7,16 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+from starlette.requests import Request
+
 from megatron_rollout.frontend.client import EngineClient, NotServing
 from megatron_rollout.frontend.detokenize import TokenText
 from megatron_rollout.frontend.errors import RequestError, bad_request
 from megatron_rollout.frontend.inflight import Inflight
 from megatron_rollout.frontend.metrics import Metrics
+from megatron_rollout.frontend.schema import WireModel, parse
 from megatron_rollout.frontend.settings import FrontendSettings
+from megatron_rollout.frontend.wire import read_json_object
 
 
 class Frontend:
@@ -29,6 +33,11 @@ class Frontend:
 
     def model_name(self) -> str:
         return self.settings.served_model_name or self.client.status().model_name
+
+    async def body[M: WireModel](self, request: Request, model: type[M]) -> M:
+        """The request's body as `model`. RequestError 400, 408 or 413."""
+        settings = self.settings
+        return parse(model, await read_json_object(request, settings.max_body_bytes, settings.body_timeout_s))
 
     async def control(self, name: str, *, timeout_s: float | None = None, **arguments: Any) -> Any:
         """Result of a command that the engine's loop executes.

@@ -16,17 +16,12 @@ from megatron_rollout.frontend import sglang_schema as schema
 from megatron_rollout.frontend.client import EngineStatus
 from megatron_rollout.frontend.context import Frontend
 from megatron_rollout.frontend.errors import RequestError, bad_request
-from megatron_rollout.frontend.schema import WireModel, parse
 from megatron_rollout.frontend.sglang_format import update_reply, version_name
-from megatron_rollout.frontend.wire import JSONReply, read_json_object
+from megatron_rollout.frontend.wire import JSONReply
 
 #: How often a flush that was given time looks whether the requests that hold the cache are gone.
 _FLUSH_RETRY_S = 0.05
 _TAGS = ("weights", "kv_cache")
-
-
-async def _body[M: WireModel](frontend: Frontend, request: Request, model: type[M]) -> M:
-    return parse(model, await read_json_object(request, frontend.settings.max_body_bytes))
 
 
 def _check_serving(frontend: Frontend) -> EngineStatus:
@@ -124,7 +119,7 @@ async def get_load(frontend: Frontend, request: Request) -> Response:
 
 
 async def abort_request(frontend: Frontend, request: Request) -> Response:
-    body = await _body(frontend, request, schema.AbortRequest)
+    body = await frontend.body(request, schema.AbortRequest)
     if body.abort_all:
         frontend.client.abort(None)
     elif body.rid:
@@ -153,7 +148,7 @@ async def flush_cache(frontend: Frontend, request: Request) -> Response:
 
 
 async def pause_generation(frontend: Frontend, request: Request) -> Response:
-    body = await _body(frontend, request, schema.PauseRequest)
+    body = await frontend.body(request, schema.PauseRequest)
     await frontend.control("pause", mode=body.mode)
     return JSONReply({"message": f"generation paused ({body.mode})", "status": "ok"})
 
@@ -168,7 +163,7 @@ async def get_weight_version(frontend: Frontend, request: Request) -> Response:
 
 
 async def update_weight_version(frontend: Frontend, request: Request) -> Response:
-    body = await _body(frontend, request, schema.VersionRequest)
+    body = await frontend.body(request, schema.VersionRequest)
     version = _version(body.new_version, "new_version")
     if body.abort_all_requests:
         frontend.client.abort(None)
@@ -188,7 +183,7 @@ def _version(value: str | int | None, param: str) -> int | None:
 
 
 async def init_weights_update_group(frontend: Frontend, request: Request) -> Response:
-    body = await _body(frontend, request, schema.InitGroupRequest)
+    body = await frontend.body(request, schema.InitGroupRequest)
     if body.rank_offset >= body.world_size:
         raise bad_request(f"rank_offset: {body.rank_offset} is not below world_size {body.world_size}", "rank_offset")
     await frontend.control("init_weights_update_group", **body.model_dump())
@@ -196,13 +191,13 @@ async def init_weights_update_group(frontend: Frontend, request: Request) -> Res
 
 
 async def destroy_weights_update_group(frontend: Frontend, request: Request) -> Response:
-    body = await _body(frontend, request, schema.DestroyGroupRequest)
+    body = await frontend.body(request, schema.DestroyGroupRequest)
     await frontend.control("destroy_weights_update_group", group_name=body.group_name)
     return JSONReply(update_reply(True, f"left group {body.group_name!r}"))
 
 
 async def begin_weight_update(frontend: Frontend, request: Request) -> Response:
-    body = await _body(frontend, request, schema.SelectorRequest)
+    body = await frontend.body(request, schema.SelectorRequest)
     await frontend.control("begin_weight_update", selector=body.selector)
     return JSONReply(update_reply(True, "weight update begun"))
 
@@ -223,13 +218,13 @@ async def _update(frontend: Frontend, body: Any, name: str, **arguments: Any) ->
 
 
 async def update_weights_from_distributed(frontend: Frontend, request: Request) -> Response:
-    body = await _body(frontend, request, schema.DistributedUpdateRequest)
+    body = await frontend.body(request, schema.DistributedUpdateRequest)
     tensors = {"names": body.names, "dtypes": body.dtypes, "shapes": body.shapes}
     return await _update(frontend, body, "update_weights_from_distributed", group_name=body.group_name, **tensors)
 
 
 async def update_weights_from_tensor(frontend: Frontend, request: Request) -> Response:
-    body = await _body(frontend, request, schema.TensorUpdateRequest)
+    body = await frontend.body(request, schema.TensorUpdateRequest)
     try:
         tensors = [base64.b64decode(text, validate=True) for text in body.serialized_named_tensors]
     except (binascii.Error, ValueError) as error:
@@ -238,7 +233,7 @@ async def update_weights_from_tensor(frontend: Frontend, request: Request) -> Re
 
 
 async def update_weights_from_disk(frontend: Frontend, request: Request) -> Response:
-    body = await _body(frontend, request, schema.DiskUpdateRequest)
+    body = await frontend.body(request, schema.DiskUpdateRequest)
     return await _update(frontend, body, "update_weights_from_disk", model_path=body.model_path)
 
 
@@ -255,23 +250,23 @@ def _tags(body: schema.TagsRequest) -> tuple[str, ...] | None:
 
 
 async def release_memory_occupation(frontend: Frontend, request: Request) -> Response:
-    await frontend.control("release_memory", tags=_tags(await _body(frontend, request, schema.TagsRequest)))
+    await frontend.control("release_memory", tags=_tags(await frontend.body(request, schema.TagsRequest)))
     return JSONReply({"success": True})
 
 
 async def resume_memory_occupation(frontend: Frontend, request: Request) -> Response:
-    await frontend.control("resume_memory", tags=_tags(await _body(frontend, request, schema.TagsRequest)))
+    await frontend.control("resume_memory", tags=_tags(await frontend.body(request, schema.TagsRequest)))
     return JSONReply({"success": True})
 
 
 async def weights_checker(frontend: Frontend, request: Request) -> Response:
-    body = await _body(frontend, request, schema.CheckRequest)
+    body = await frontend.body(request, schema.CheckRequest)
     found = await frontend.control("check_weights", action=body.action)
     return JSONReply(update_reply(True, f"{body.action}: done", **(found or {})))
 
 
 async def start_profile(frontend: Frontend, request: Request) -> Response:
-    body = await _body(frontend, request, schema.ProfileRequest)
+    body = await frontend.body(request, schema.ProfileRequest)
     await frontend.control("start_profile", **body.model_dump())
     return PlainTextResponse("Profiling started.\n")
 

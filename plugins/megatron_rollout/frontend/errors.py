@@ -11,6 +11,7 @@ _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "request_too_large",
     503: "overloaded_error",
     504: "timeout_error",

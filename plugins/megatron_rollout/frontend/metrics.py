@@ -31,12 +31,17 @@ class Metrics:
             PREFIX + "http_request_seconds", "Time to the answer's start (streams: to the first event)", ["route"],
             buckets=_SECONDS, registry=self._registry,
         )  # fmt: skip
+        self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}  # looked up once
         self._samples = Counter(PREFIX + "samples", "Samples finished", ["finish_reason"], registry=self._registry)
         self._sample_tokens = Counter(PREFIX + "sample_tokens", "Tokens of finished samples", registry=self._registry)
 
     def answered(self, route: str, status: int, seconds: float) -> None:
-        self._requests.labels(route, str(status)).inc()
-        self._seconds.labels(route).observe(seconds)
+        children = self._children.get((route, status))
+        if children is None:
+            children = self._requests.labels(route, str(status)), self._seconds.labels(route)
+            self._children[route, status] = children
+        children[0].inc()
+        children[1].observe(seconds)
 
     def finished(self, outputs: Sequence[GenerationOutput]) -> None:
         for output in outputs:

@@ -26,9 +26,8 @@ from megatron_rollout.frontend.prompts import (
     response_budget,
     split_prompts,
 )
-from megatron_rollout.frontend.schema import parse
 from megatron_rollout.frontend.sglang_format import meta_info
-from megatron_rollout.frontend.wire import EventStream, JSONReply, primed, read_json_object
+from megatron_rollout.frontend.wire import EventStream, JSONReply, primed
 from megatron_rollout.requests import GenerationOutput, GenerationRequest, SamplingParams, TokenDelta
 
 
@@ -71,7 +70,7 @@ async def models(frontend: Frontend, request: Request) -> Response:
 
 
 async def completions(frontend: Frontend, request: Request) -> Response:
-    body = parse(CompletionRequest, await read_json_object(request, frontend.settings.max_body_bytes))
+    body = await frontend.body(request, CompletionRequest)
     if body.prompt is None:
         raise bad_request("prompt: is required", "prompt")
     prompts = split_prompts(body.prompt, "prompt")
@@ -92,7 +91,7 @@ async def completions(frontend: Frontend, request: Request) -> Response:
 
 
 async def chat_completions(frontend: Frontend, request: Request) -> Response:
-    body = parse(ChatRequest, await read_json_object(request, frontend.settings.max_body_bytes))
+    body = await frontend.body(request, ChatRequest)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs: needs logprobs to be true", "top_logprobs")
     if body.response_format is not None and body.response_format.get("type", "text") != "text":
@@ -101,7 +100,7 @@ async def chat_completions(frontend: Frontend, request: Request) -> Response:
         raise bad_request("tool_choice: only auto and none are supported: output is not constrained", "tool_choice")
     _check_counts(frontend, body, 1, body.top_logprobs)
     status = frontend.client.status()
-    ids = _chat_prompt(frontend, body)
+    ids = await _chat_prompt(frontend, body)
     check_prompt_ids(ids, status, frontend.settings.max_prompt_tokens, "messages")
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     sampling = body.sampling(body.top_logprobs, prompt_logprobs=False)
@@ -112,14 +111,14 @@ async def chat_completions(frontend: Frontend, request: Request) -> Response:
     return await _answer(reply, request, _requests(reply, [ids], sampling, limit, status))
 
 
-def _chat_prompt(frontend: Frontend, body: ChatRequest) -> list[int]:
+async def _chat_prompt(frontend: Frontend, body: ChatRequest) -> list[int]:
     if body.input_ids is not None:
         if not is_token_ids(body.input_ids):
             raise bad_request("input_ids: must be a non-empty list of token ids", "input_ids")
         return body.input_ids
     if not body.messages:
         raise bad_request("messages: is required", "messages")
-    return render_chat(
+    return await render_chat(
         frontend.tokenizer,
         body.messages,
         tools=None if body.tool_choice == "none" else body.tools,

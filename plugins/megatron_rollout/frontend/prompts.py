@@ -78,7 +78,7 @@ def response_budget(requested: int | None, prompt_length: int, status: EngineSta
     return room if requested is None else min(requested, room)
 
 
-def render_chat(
+async def render_chat(
     tokenizer: Any,
     messages: list[dict[str, Any]],
     *,
@@ -93,9 +93,11 @@ def render_chat(
     reserved = sorted(_RESERVED & template_arguments.keys())
     if reserved:
         raise bad_request(f"chat_template_kwargs: {', '.join(reserved)} may not be set", "chat_template_kwargs")
-    try:
+    flat = flatten_messages(messages)
+
+    def render() -> list[int]:
         return tokenizer.apply_chat_template(
-            flatten_messages(messages),
+            flat,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -103,6 +105,10 @@ def render_chat(
             return_dict=False,
             **template_arguments,
         )
+
+    try:
+        long = sum(len(message["content"]) for message in flat) > _LONG_TEXT
+        return await asyncio.to_thread(render) if long else render()
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise bad_request(f"messages: the chat template refused them: {error}", "messages") from error
 

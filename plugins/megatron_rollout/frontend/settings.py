@@ -30,6 +30,7 @@ class FrontendSettings:
     max_body_bytes: larger bodies get 413. max_prompt_tokens: longer prompts get 400 (None: the model's context).
     max_samples_per_call: prompts times n of one call. max_top_logprobs: alternatives per token on the OpenAI wire.
     served_model_name: name on the OpenAI wire (None: the engine's model name).
+    body_timeout_s: a body that takes longer to arrive gets 408.
     request_timeout_s: a call that takes longer is aborted in the engine and gets 504. control_timeout_s: the same for
         control commands (weight updates included). ping_timeout_s: for `/health_generate`.
     """
@@ -41,6 +42,7 @@ class FrontendSettings:
     max_samples_per_call: int = 1024
     max_top_logprobs: int = 20
     served_model_name: str | None = None
+    body_timeout_s: float = 60.0
     request_timeout_s: float = 3600.0
     control_timeout_s: float = 600.0
     ping_timeout_s: float = 20.0
@@ -56,6 +58,7 @@ class FrontendSettings:
         for name in (
             "max_body_bytes",
             "max_samples_per_call",
+            "body_timeout_s",
             "request_timeout_s",
             "control_timeout_s",
             "ping_timeout_s",

@@ -18,7 +18,7 @@ from megatron_rollout.frontend.prompts import check_prompt_ids, encode_prompt, r
 from megatron_rollout.frontend.schema import parse
 from megatron_rollout.frontend.sglang_format import logprob_entries, meta_info, top_entries, version_name
 from megatron_rollout.frontend.sglang_schema import GenerateRequest, SGLangSampling
-from megatron_rollout.frontend.wire import EventStream, JSONReply, primed, read_json_object
+from megatron_rollout.frontend.wire import EventStream, JSONReply, primed
 from megatron_rollout.requests import GenerationOutput, GenerationRequest, TokenDelta
 
 
@@ -35,7 +35,7 @@ class _Sample:
 
 
 async def generate(frontend: Frontend, request: Request) -> Response:
-    body = parse(GenerateRequest, await read_json_object(request, frontend.settings.max_body_bytes))
+    body = await frontend.body(request, GenerateRequest)
     call_id, samples, batch = await _samples(frontend, body)
     call = frontend.inflight.submit(
         call_id,
@@ -145,7 +145,7 @@ def _reply(frontend: Frontend, body: GenerateRequest, sample: _Sample, output: G
 
 class _SampleStream:
     """One sample of a streamed answer. On this wire each event repeats all that came before it; so deltas that arrive
-    while an event is being written are folded into the next one."""
+    while an event is being written are folded into the next one, and `stream_interval` tokens make one event."""
 
     def __init__(self, frontend: Frontend, body: GenerateRequest, sample: _Sample) -> None:
         sampling, tokenizer = sample.sampling, frontend.tokenizer
@@ -160,8 +160,10 @@ class _SampleStream:
         self._ids: list[int] = []
         self._entries: list[Any] = []
         self._tops: list[Any] = []
+        self._shown = 0  # tokens in the last event
 
-    def delta(self, items: Sequence[TokenDelta]) -> dict[str, Any]:
+    def delta(self, items: Sequence[TokenDelta]) -> dict[str, Any] | None:
+        """The next event, or None while it is not due."""
         sample = self._sample
         for item in items:
             self._ids.extend(item.output_ids)
@@ -169,6 +171,9 @@ class _SampleStream:
             if sample.logprobs:
                 self._entries.extend(logprob_entries(item.logprobs, item.output_ids, self._texts))
                 self._tops.extend(top_entries(item.top_logprobs, self._texts))
+        if len(self._ids) - self._shown < sample.sampling.stream_interval:
+            return None
+        self._shown = len(self._ids)
         version = self._frontend.client.status().weight_version
         meta: dict[str, Any] = {
             "id": sample.request_id,
@@ -205,7 +210,9 @@ async def _chunks(
                     deltas.pop(index, None)  # the last event has everything
                     outputs.append(item)
                     latest[index] = streams[index].finish(item)
-            latest |= {index: streams[index].delta(items) for index, items in deltas.items()}
+            for index, items in deltas.items():
+                if (event := streams[index].delta(items)) is not None:
+                    latest[index] = event
             yield [{**reply, "index": index} if batch else reply for index, reply in latest.items()]
     finally:
         await call.close()

@@ -13,8 +13,8 @@ from megatron_rollout.requests import SamplingParams
 class SGLangSampling(WireModel):
     """`sampling_params`. Unknown names are refused: a misspelt one would silently sample something else.
 
-    skip_special_tokens, no_stop_trim: of the text only. spaces_between_special_tokens and stream_interval are accepted
-    and change nothing.
+    skip_special_tokens, no_stop_trim: of the text only. spaces_between_special_tokens is accepted and changes nothing
+    (fast tokenizers put none).
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -31,7 +31,7 @@ class SGLangSampling(WireModel):
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     spaces_between_special_tokens: bool = True
-    stream_interval: int = 1
+    stream_interval: int = Field(1, ge=1)
 
     refused: ClassVar[dict[str, Any]] = {
         "min_p": 0.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
@@ -46,23 +47,27 @@ class JSONReply(Response):
         return dump_json(content)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body; RequestError 413 as soon as it is known to exceed `limit` bytes."""
+async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
+    """The whole body; RequestError 413 as soon as it is known to exceed `limit` bytes, 408 if it is too slow."""
     declared = request.headers.get("content-length")
     if declared is not None and declared.isdecimal() and int(declared) > limit:
         raise RequestError(413, f"the body has {declared} bytes, more than the {limit} accepted")
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise RequestError(413, f"the body has more than the {limit} bytes accepted")
-        chunks.append(chunk)
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    raise RequestError(413, f"the body has more than the {limit} bytes accepted")
+                chunks.append(chunk)
+    except TimeoutError:
+        raise RequestError(408, f"the body did not arrive within {timeout_s:g} s ({size} bytes so far)") from None
     return b"".join(chunks)
 
 
-async def read_json_object(request: Request, limit: int) -> dict[str, Any]:
-    """The body as a JSON object; an empty body is an empty object. RequestError 400 or 413."""
-    body = await read_body(request, limit)
+async def read_json_object(request: Request, limit: int, timeout_s: float) -> dict[str, Any]:
+    """The body as a JSON object; an empty body is an empty object. RequestError 400, 408 or 413."""
+    body = await read_body(request, limit, timeout_s)
     if not body:
         return {}
     try:
