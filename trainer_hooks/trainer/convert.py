@@ -109,7 +109,6 @@ def optimizer_steps(args: argparse.Namespace, data: Batch) -> Iterator[Batch]:
         yield step
 
 
-
 def _rows(column: Any, rows: Sequence[int], size: int) -> Any:
     if isinstance(column, list) and len(column) == size:
         return [column[i] for i in rows]

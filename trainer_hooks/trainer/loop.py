@@ -64,7 +64,9 @@ def train(
 def refit(runtime: Runtime, report: Report) -> None:
     """Bring the current weights into every pair's rollout cells; at least one must hold them afterwards."""
     results = runtime.refit()
-    report.add({"refit/seconds": max(r.seconds for r in results), "refit/failed": float(sum(not r.ok for r in results))})
+    report.add(
+        {"refit/seconds": max(r.seconds for r in results), "refit/failed": float(sum(not r.ok for r in results))}
+    )
     if not any(r.ok for r in results):
         raise RefitFailed(f"no rollout cell could be refitted to version {runtime.version}: {results[0].cause}")
 

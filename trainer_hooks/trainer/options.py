@@ -64,7 +64,9 @@ def _add_rollout(group: Any) -> None:
     group.add_argument("--rollout-stop-token-ids", nargs="+", type=int, default=[])
     group.add_argument("--rollout-seed", type=int, default=42)
     group.add_argument("--eval-interval", type=int, help="rollouts between evaluations (default: first and last only)")
-    group.add_argument("--rollout-external-engine-addrs", nargs="+", help="SGLang servers, for --rollout-backend sglang")
+    group.add_argument(
+        "--rollout-external-engine-addrs", nargs="+", help="SGLang servers, for --rollout-backend sglang"
+    )
 
 
 def _add_training(group: Any) -> None:
@@ -120,7 +122,9 @@ def _add_layout(group: Any) -> None:
 
 def _add_run(group: Any) -> None:
     group.add_argument("--output-dir", default="runs/default", help="metrics.jsonl, plot, event log, checkpoints")
-    group.add_argument("--save", help="directory for checkpoints (default: OUTPUT_DIR/checkpoints with --save-interval)")
+    group.add_argument(
+        "--save", help="directory for checkpoints (default: OUTPUT_DIR/checkpoints with --save-interval)"
+    )
     group.add_argument("--save-interval", type=int, help="rollouts between checkpoints")
     group.add_argument("--save-retain", type=int, default=2, help="complete checkpoints kept")
     group.add_argument("--load", help="resume from the newest complete checkpoint in this directory")
@@ -143,7 +147,9 @@ def validate(args: argparse.Namespace) -> None:
     if args.rollout_backend == "sglang" and not args.rollout_external_engine_addrs:
         problems.append("--rollout-backend sglang needs --rollout-external-engine-addrs HOST:PORT …")
     if args.colocate and args.rollout_backend == "sglang":
-        problems.append("--colocate needs --rollout-backend megatron: an external SGLang server is a process of its own")
+        problems.append(
+            "--colocate needs --rollout-backend megatron: an external SGLang server is a process of its own"
+        )
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
         problems.append("--use-dynamic-batch-size needs --max-tokens-per-gpu")
     if args.bf16 and args.fp32:
@@ -152,17 +158,45 @@ def validate(args: argparse.Namespace) -> None:
         raise OptionError(problems)
 
 
-_AT_LEAST_ONE = (
-    "num_rollout rollout_batch_size n_samples_per_prompt rollout_max_response_len rollout_max_context_len "
-    "global_batch_size num_steps_per_rollout micro_batch_size max_tokens_per_gpu num_trainer_cells num_rollout_cells "
-    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size save_interval save_retain "
-    "eval_interval actor_num_gpus rollout_num_gpus trainer_cell_size rollout_tensor_model_parallel_size "
-    "rollout_pipeline_model_parallel_size rollout_max_requests"
-).split()
-_NOT_NEGATIVE = (
-    "lr min_lr weight_decay clip_grad rollout_temperature warmup_steps warmup_lr max_failed_fraction max_cell_restarts "
-    "kl_loss_coef entropy_coef eps_clip"
-).split()
+_AT_LEAST_ONE = [
+    "num_rollout",
+    "rollout_batch_size",
+    "n_samples_per_prompt",
+    "rollout_max_response_len",
+    "rollout_max_context_len",
+    "global_batch_size",
+    "num_steps_per_rollout",
+    "micro_batch_size",
+    "max_tokens_per_gpu",
+    "num_trainer_cells",
+    "num_rollout_cells",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "save_interval",
+    "save_retain",
+    "eval_interval",
+    "actor_num_gpus",
+    "rollout_num_gpus",
+    "trainer_cell_size",
+    "rollout_tensor_model_parallel_size",
+    "rollout_pipeline_model_parallel_size",
+    "rollout_max_requests",
+]
+_NOT_NEGATIVE = [
+    "lr",
+    "min_lr",
+    "weight_decay",
+    "clip_grad",
+    "rollout_temperature",
+    "warmup_steps",
+    "warmup_lr",
+    "max_failed_fraction",
+    "max_cell_restarts",
+    "kl_loss_coef",
+    "entropy_coef",
+    "eps_clip",
+]
 
 
 def _flag(name: str) -> str:
@@ -212,7 +246,9 @@ def _layout(args: argparse.Namespace) -> list[str]:
     if args.rollout_context_parallel_size != 1:
         problems.append(f"--rollout-context-parallel-size {args.rollout_context_parallel_size}: generation has none")
     if (dp := args.rollout_data_parallel_size) != 1:
-        problems.append(f"--rollout-data-parallel-size {dp}: a rollout cell is one replica; use more --num-rollout-cells")
+        problems.append(
+            f"--rollout-data-parallel-size {dp}: a rollout cell is one replica; use more --num-rollout-cells"
+        )
     if args.expert_model_parallel_size != 1:
         problems.append(f"--expert-model-parallel-size {args.expert_model_parallel_size}: MoE is not supported")
     size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size

@@ -83,9 +83,11 @@ class Runtime:
         ranks = self.trainer_ranks
         trainers = {i: [actor() for _ in range(ranks)] for i in range(args.num_trainer_cells)}
         rollout_ranks = self.rollout_tp * self.rollout_pp
-        rollouts = trainers if args.colocate else {
-            j: [actor() for _ in range(rollout_ranks)] for j in range(args.num_rollout_cells)
-        }
+        rollouts = (
+            trainers
+            if args.colocate
+            else {j: [actor() for _ in range(rollout_ranks)] for j in range(args.num_rollout_cells)}
+        )
         with ThreadPoolExecutor(2) as pool:
             generation = pool.submit(self._start_generation, rollouts) if not args.colocate else None
             self.group = TrainGroup(
@@ -289,5 +291,3 @@ class Runtime:
 
             ray.shutdown()
             self._started_ray = False
-
-

@@ -113,6 +113,4 @@ def counts(args: argparse.Namespace) -> None:
     if args.num_rollout_cells is None:
         tp = args.rollout_tensor_model_parallel_size or args.tensor_model_parallel_size
         pp = args.rollout_pipeline_model_parallel_size or args.pipeline_model_parallel_size
-        args.num_rollout_cells = (
-            args.rollout_num_gpus // (tp * pp) if args.rollout_num_gpus else args.num_trainer_cells
-        )
+        args.num_rollout_cells = args.rollout_num_gpus // (tp * pp) if args.rollout_num_gpus else args.num_trainer_cells
