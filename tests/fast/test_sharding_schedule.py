@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from megatron_rollout.sharding import (
     DpSchedule,
     MicroBatchOptions,
@@ -165,6 +166,7 @@ def test_a_cell_gives_all_its_ranks_the_same_count(lengths: list[int], ranks: in
 
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 5), st.booleans())
+@settings(deadline=None)
 def test_steps_keep_their_invariants(rollouts: list[int], size: int, keep: bool) -> None:
     distinct = len(set(rollouts))
     if not distinct or (distinct < size and not keep):
@@ -273,6 +275,7 @@ def test_balanced_cells_get_even_work() -> None:
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=50), st.integers(1, 8))
+@settings(deadline=None)
 def test_dynamic_global_batch_size_makes_no_more_steps_than_asked(rollouts: list[int], steps: int) -> None:
     args = Namespace(num_steps_per_rollout=steps)
     size = dynamic_global_batch_size(args, rollouts)

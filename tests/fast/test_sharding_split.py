@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from megatron_rollout.sharding import (
     DEFAULT_SCHEMA,
     ColumnKind,
@@ -94,6 +95,7 @@ def test_merge_is_the_exact_inverse_and_the_batch_stays_as_it_was(
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
+@settings(deadline=None)
 def test_unbalanced_is_the_static_assignment_of_prompts_to_rollout_cells(prompts: int, cells: int) -> None:
     data = {"prompt": [f"question {i}" for i in range(prompts)], "seed": 17}
     shards = split_train_data_by_dp(Namespace(), data, dp_size=cells)
@@ -308,6 +310,7 @@ def test_broken_sets_of_shards_are_refused() -> None:
 
 
 @given(st.integers(0, 20), st.integers(1, 7))
+@settings(deadline=None)
 def test_contiguous_shards_keep_the_order_and_all_columns(rows: int, n: int) -> None:
     batch = {
         "input_ids": torch.arange(rows * 4).reshape(rows, 4),
