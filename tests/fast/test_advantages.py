@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,7 @@ def test_group_without_signal_gives_exact_zeros(rewards, std_normalization):
     assert got.tolist() == [0.0] * len(rewards)
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=6), max_size=5), st.booleans(), st.integers(0, 1000))
 def test_groups_equal_the_formula_and_do_not_depend_on_order(group_rewards, std_normalization, seed):
     rewards = [r for group in group_rewards for r in group]
@@ -165,7 +167,7 @@ def test_estimators(estimator):
     masks, _, values = random_samples([4, 0, 300], seed=1)
     kl = [torch.full((len(m),), 0.5) for m in masks]
     coef = 0.0 if estimator == "grpo" else 0.2
-    options = dict(kl=kl, kl_coef=coef, values=values, gamma=0.9, lambd=0.8)
+    options: dict[str, Any] = dict(kl=kl, kl_coef=coef, values=values, gamma=0.9, lambd=0.8)
     advantages, returns = compute_advantages(estimator, [1.0, 2.0, -1.0], masks, **options)
     assert [len(a) for a in advantages] == [len(r) for r in returns] == [4, 0, 300]
     last = int(masks[0].nonzero()[-1])
@@ -211,6 +213,7 @@ class Lockstep:
         return self.sums[call].clone() if call < len(self.sums) else torch.zeros_like(x)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(1, 4), st.integers(0, 10**6))
 def test_whitening_over_parts_equals_whitening_of_the_whole(lengths, num_parts, seed):
     masks, xs, _ = random_samples(lengths, seed)

@@ -57,10 +57,20 @@ def test_gather_restores_the_pack_and_sums_gradients(ranks, rows):
         assert torch.equal(grad, pack.local(sum(weights), WORLD, rank))
 
 
-def _train_values(rank, world, returns, old, weights, whole_loss):
+def value_columns() -> list[list[torch.Tensor]]:
+    """Returns, old values and weights of each response.
+
+    Made from a seed on each rank: a tensor pickled where megatron-core is imported takes seconds to unpickle.
+    """
+    g = torch.Generator().manual_seed(0)
+    return [[torch.rand(n, generator=g, dtype=torch.float64) for n in (5, 0, 2)] for _ in range(3)]
+
+
+def _train_values(rank, world, whole_loss):
     """A critic loss over CP ranks: by local predictor positions, or by gathering and computing the whole alike."""
     import torch.distributed as dist
 
+    returns, old, weights = value_columns()
     pack = make_pack(world)
     head = torch.tensor(0.01, dtype=torch.float64, requires_grad=True)
     raw = pack.local(head_output(pack), world, rank) * head
@@ -78,8 +88,7 @@ def _train_values(rank, world, returns, old, weights, whole_loss):
 
 @pytest.mark.timeout(300)
 def test_value_loss_is_the_same_by_parts_and_by_the_whole(ranks):
-    g = torch.Generator().manual_seed(0)
-    columns = [[torch.rand(n, generator=g, dtype=torch.float64) for n in (5, 0, 2)] for _ in range(3)]
+    columns = value_columns()
     pack = make_pack(1)
     head = torch.tensor(0.01, dtype=torch.float64, requires_grad=True)
     # The padded pack of two ranks numbers its positions differently: give the single rank the same numbers.
@@ -92,7 +101,7 @@ def test_value_loss_is_the_same_by_parts_and_by_the_whole(ranks):
     expected, _ = value_loss(torch.cat(values), torch.cat(columns[1]), torch.cat(columns[0]), torch.cat(columns[2]))
     expected.backward()
     for whole_loss in (False, True):
-        results = ranks.run(_train_values, *columns, whole_loss)
+        results = ranks.run(_train_values, whole_loss)
         losses = [r[0] for r in results]
         total = losses[0] if whole_loss else sum(losses)
         torch.testing.assert_close(total, expected.detach(), rtol=1e-9, atol=0)
@@ -100,8 +109,14 @@ def test_value_loss_is_the_same_by_parts_and_by_the_whole(ranks):
         torch.testing.assert_close(sum(r[1] for r in results), head.grad, rtol=1e-9, atol=0)
 
 
-def _whiten(rank, world, xs, masks):
+def whiten_columns() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return [torch.tensor([0.5, 2.0, 9.0, -9.0, 1.0]), torch.arange(4.0)], [torch.tensor([1, 1, 0, 0, 1]), torch.ones(4)]
+
+
+def _whiten(rank, world):
     import torch.distributed as dist
+
+    xs, masks = whiten_columns()
 
     def reduce(x: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(x)
@@ -113,8 +128,8 @@ def _whiten(rank, world, xs, masks):
 @pytest.mark.timeout(300)
 def test_whitening_where_a_rank_owns_no_token(ranks):
     """In each of two rounds one rank holds nothing: it takes part all the same, the other gets the whole's result."""
-    xs, masks = [torch.rand(5), torch.rand(4)], [torch.tensor([1, 1, 0, 0, 1]), torch.ones(4)]
-    by_rank = ranks.run(_whiten, xs, masks)
+    xs, masks = whiten_columns()
+    by_rank = ranks.run(_whiten)
     for r in range(WORLD):
         torch.testing.assert_close(by_rank[r][r], whiten([xs[r]], [masks[r]]))
         assert by_rank[1 - r][r] == []

@@ -144,7 +144,7 @@ def by_hand(batch: Batch, per_token: bool) -> dict[str, Tensor]:
             pg = max(-ratio * adv, -ratio.clamp(1 - 0.1, 1 + 0.2) * adv)
             if adv < 0:
                 pg = min(pg, -1.5 * adv)
-            pg = pg * min((old - rollout).exp(), 1.2)
+            pg = pg * (old - rollout).exp().clamp(max=1.2)
             kl = (ref - lp).exp() - 1 - (ref - lp)
             entropy = -(log_p.exp() * log_p).sum()
             loss = loss + (pg + 0.3 * kl - 0.05 * entropy) / scale

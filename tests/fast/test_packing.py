@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,6 +35,7 @@ def plain_first_fit_decreasing(costs: list[int], budget: int, max_sequences: int
     return [sorted(members) for members in bins]
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 100), st.one_of(st.none(), st.integers(1, 6)), st.integers(1, 8))
 def test_bins_are_those_of_plain_first_fit_decreasing(lengths, budget, max_sequences, multiple_of):
     bins = first_fit_decreasing(lengths, budget, max_sequences=max_sequences, multiple_of=multiple_of)
@@ -78,10 +81,10 @@ def test_sequence_length_factor(tp, cp, sp, factor):
 
 def test_valid_layouts_give_the_multiple():
     assert validate_packing(world_size=1) == 1
-    two_by_two = dict(tensor_model_parallel_size=2, context_parallel_size=2, sequence_parallel=True)
+    two_by_two: dict[str, Any] = dict(tensor_model_parallel_size=2, context_parallel_size=2, sequence_parallel=True)
     assert validate_packing(world_size=8, **two_by_two) == 8
     assert validate_packing(world_size=8, make_sequence_length_divisible_by=16, **two_by_two) == 16
-    dynamic = dict(use_dynamic_batch_size=True, max_tokens_per_gpu=64)
+    dynamic: dict[str, Any] = dict(use_dynamic_batch_size=True, max_tokens_per_gpu=64)
     assert validate_packing(world_size=2, pipeline_model_parallel_size=2, **dynamic) == 1
     assert validate_packing(world_size=1, packing=False, **dynamic) == 1
 
@@ -107,7 +110,9 @@ def test_all_violations_in_one_error():
 
 
 def test_dynamic_packs_of_different_lengths_under_pipeline_parallelism():
-    options = dict(world_size=2, pipeline_model_parallel_size=2, use_dynamic_batch_size=True, max_tokens_per_gpu=64)
+    options: dict[str, Any] = dict(
+        world_size=2, pipeline_model_parallel_size=2, use_dynamic_batch_size=True, max_tokens_per_gpu=64
+    )
     with pytest.raises(ValueError, match="packs of different lengths.*pad_packs_alike or variable_seq_lengths"):
         validate_packing(**options, pad_packs_alike=False)
     validate_packing(**options, pad_packs_alike=False, variable_seq_lengths=True)
@@ -132,6 +137,7 @@ def test_zigzag_of_the_definition():
     assert zigzag_indices([3, 2], 1, 0).tolist() == [0, 1, 2, 3, 4]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 6), max_size=6), st.integers(1, 5))
 def test_zigzag_inverse_is_exact(units, cp):
     lengths = [2 * cp * u for u in units]
@@ -173,7 +179,7 @@ def test_attention_arguments_are_those_of_megatron_core():
     assert params.cu_seqlens_q_padded.tolist() == params.cu_seqlens_kv_padded.tolist() == [0, 4, 12]
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.integers(1, 120), st.sampled_from([1, 2, 3]), st.booleans(), st.booleans())
 def test_packs_round_trip_for_any_cut(lengths, budget, cp, sequence_parallel, alike):
     factor = sequence_length_factor(2, cp, sequence_parallel)
