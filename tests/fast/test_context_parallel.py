@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from dist_utils import RankPool
-from megatron_rollout.packing import pack_sequences
 
+from megatron_rollout.packing import pack_sequences
 from trainer_hooks.training.advantages import whiten
 from trainer_hooks.training.context_parallel import gather_zigzag, pad_values, shift_right, unpack_values
 from trainer_hooks.training.losses import value_loss

@@ -130,7 +130,12 @@ def test_no_second_copy_of_the_logits_is_kept():
     """What forward leaves for backward, beside the logits themselves, is a few numbers per token."""
     logits = torch.randn(64, 4096, requires_grad=True)
     saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         token_logprobs_and_entropy(logits, torch.zeros(64, dtype=torch.long), chunk_size=8)
     extra = sum(t.numel() for t in saved if t.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr())
     assert any(t.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr() for t in saved)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rollout.packing import first_fit_decreasing, pack_sequences
 from torch import Tensor
 
+from megatron_rollout.packing import first_fit_decreasing, pack_sequences
 from trainer_hooks.training.logprobs import token_logprobs_and_entropy
 from trainer_hooks.training.losses import (
     KL_LOSS_TYPES,

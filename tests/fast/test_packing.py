@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from megatron_rollout.packing import (
     first_fit_decreasing,
     pack_sequences,

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_rollout.packing import PackedBatch, zigzag_indices, zigzag_inverse
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from megatron_rollout.packing import PackedBatch, zigzag_indices, zigzag_inverse
 
 
 def gather_zigzag(local: Tensor, padded_lengths: Sequence[int], group: ProcessGroup | None, dim: int = 1) -> Tensor:
