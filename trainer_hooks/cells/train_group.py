@@ -150,7 +150,9 @@ class TrainGroup:
         import ray
 
         shards = split_train_data_by_dp(self.args, data, dp_size=self.quorum.world)
-        check_global_batch_size({c: s.get("dynamic_global_batch_size") for c, s in zip(self.quorum.cells, shards, strict=True)})
+        check_global_batch_size(
+            {c: s.get("dynamic_global_batch_size") for c, s in zip(self.quorum.cells, shards, strict=True)}
+        )
         return {cell: ray.put(shard) for cell, shard in zip(self.quorum.cells, shards, strict=True)}
 
     def logprobs(self, data: Mapping[str, Any], *, reference: bool = False) -> list[Any]:
@@ -169,9 +171,7 @@ class TrainGroup:
             for index, cause in failed.items():
                 self.mark_dead(index, cause)
 
-    def train_step(
-        self, step: Step, data: Mapping[str, Any], *, objective: str = "policy"
-    ) -> dict[str, Any]:
+    def train_step(self, step: Step, data: Mapping[str, Any], *, objective: str = "policy") -> dict[str, Any]:
         """One optimizer step on `data` by whoever is alive; returns its metrics. Raises StepFailed, NoLiveCells."""
         cause = ""
         for _ in range(self.max_attempts):
@@ -217,7 +217,11 @@ class TrainGroup:
             raise NoLiveCells(f"{attempt} was committed, but no cell could apply it")
         answers = {cell: ranks[0] for cell, ranks in finished.items()}
         first = answers[min(answers)]
-        return {**next(r for r in results if r), **first, "checksums": {c: a.get("checksum") for c, a in answers.items()}}, ""
+        return {
+            **next(r for r in results if r),
+            **first,
+            "checksums": {c: a.get("checksum") for c, a in answers.items()},
+        }, ""
 
     def _note(self, kind: str, **fields: Any) -> None:
         if self.log is not None:
