@@ -38,7 +38,7 @@ _CANDIDATES = 64
 
 #: Samples per part that are placed one at a time, at the large and at the small end, before and after the middle is
 #: poured; below _POURING_MIN samples per part all are placed one at a time.
-_HEAD, _TAIL, _POURING_MIN = 8, 8, 24
+_HEAD, _TAIL, _POURING_MIN = 8, 16, 32
 
 
 def strided_partitions(n: int, k: int) -> list[list[int]]:
@@ -246,8 +246,10 @@ def _longest_first(desc: IntArray, k: int) -> IntArray:
     owner[:head] = _place(desc[:head].tolist(), [0] * k)
     loads = np.zeros(k, np.int64)
     np.add.at(loads, owner[:head], desc[:head])
-    # Column by column, so that each part's run spans all lengths instead of getting long or short ones only.
-    middle = np.arange(head, tail).reshape(rows, k).T.ravel()
+    # Column by column, so that each part's run spans all lengths instead of getting long or short ones only; a column
+    # goes up and down again, so that it is short samples that straddle two parts.
+    up_and_down = np.concatenate([np.arange(rows)[::2][::-1], np.arange(rows)[1::2]])
+    middle = np.arange(head, tail).reshape(rows, k)[up_and_down].T.ravel()
     poured = np.cumsum(desc[middle])
     owner[middle] = np.searchsorted(np.cumsum(_room(loads, int(poured[-1]))), poured)
     np.add.at(loads, owner[middle], desc[middle])
