@@ -189,7 +189,8 @@ class CrossCellGroup:
         The result is bitwise the same on all cells. deadline_s: for one bucket, default `timeouts.collective_s`.
 
         Raises:
-            Aborted, PeerLost, DeadlinePassed, GroupUnusable: some of `tensors` may hold sums and some not: recompute
+            Aborted, PeerLost, DeadlinePassed (also when the group failed before, and until its next quorum),
+                GroupUnusable: some of `tensors` may hold sums and some not: recompute
                 them all.
             Disagreement: the members' shapes, dtypes or op differ (checked when a combination is first seen).
             TypeError: a dtype or layout that cannot be reduced. ValueError: unknown op.
@@ -299,8 +300,10 @@ class CrossCellGroup:
         """The lane, or None for a quorum of one."""
         if self.world == 0:
             raise GroupUnusable(f"{self.role} rank {self.megatron_rank}: no quorum was configured")
-        if self.error is not None:
-            raise GroupUnusable(f"{self.role}: not usable before the next quorum: {self.error}") from self.error
+        if self._lane is not None:
+            self._lane.check()
+        elif self._alone_error is not None:
+            raise type(self._alone_error)(str(self._alone_error)) from self._alone_error
         return self._lane
 
     def _point_to_point(self, peer: int) -> tuple[Lane, ProcessGroupWrapper]:

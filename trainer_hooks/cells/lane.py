@@ -34,7 +34,7 @@ class DeadlinePassed(GroupError, TimeoutError):
 
 
 class GroupUnusable(GroupError):
-    """An earlier operation failed (or there was none to form the group): configure it for the next quorum first."""
+    """No quorum was configured, or the group was left."""
 
 
 class Job:
@@ -75,12 +75,16 @@ class Lane:
 
     def submit(self, what: str, call: Callable[[], Any]) -> Job:
         """Queues an operation. Raises what ended the lane, if it has ended."""
-        with self._changed:
-            if self._error is not None:
-                raise GroupUnusable(f"{self.name}: {what} is not possible: {self._error}") from self._error
+        self.check()
         job = Job(what, call)
         self._jobs.put(job)
         return job
+
+    def check(self) -> None:
+        """Raises what ended the lane, if it has ended."""
+        error = self._error
+        if error is not None:
+            raise type(error)(str(error)) from error
 
     def wait(self, job: Job, seconds: float) -> Any:
         """The job's result.

@@ -145,7 +145,7 @@ def positional_sum(chunk: Tensor) -> int:
     whole = chunk.numel() // 8 * 8
     # A fresh copy where the bytes do not begin at a word.
     words = chunk[:whole].clone().view(torch.int64)
-    weights = torch.arange(1, 2 * words.numel(), 2, dtype=torch.int64, device=chunk.device)
+    weights = 2 * torch.arange(words.numel(), device=chunk.device) + 1
     rest = chunk[whole:].to(torch.int64) * torch.arange(3, 3 + chunk.numel() - whole, device=chunk.device)
     return int(((words * weights).sum() + rest.sum()).item()) & ((1 << 63) - 1)
 
