@@ -78,6 +78,8 @@ def test_g05_n_samples_differ_and_a_seed_repeats(cell):
     engine, client = cell
     runs = [client.completions.create(model="m", prompt="the cat", n=4, seed=7, max_tokens=12) for _ in range(2)]
     texts = [[choice.text for choice in run.choices] for run in runs]
+    usage = runs[0].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(TOKENIZER.encode("the cat")), 48)
     assert texts[0] == texts[1] and len(set(texts[0])) == 4
     assert [r.sampling.seed for r in engine.submitted[-4:]] == [choice_seed(7, i) for i in range(4)]
     assert len({r.group for r in engine.submitted[-4:]}) == 1

@@ -219,7 +219,9 @@ def test_a_stopped_server_lets_calls_finish_frees_its_port_and_can_start_again_t
     worker = threading.Thread(target=lambda: results.append(httpx.post(handle.url + "/generate", json=body)))
     worker.start()
     wait_for(lambda: engine.status().running_requests == 1)
-    handle.stop(10)
+    with httpx.Client() as idle:  # its connection is closed by the server, whose side then is in TIME_WAIT
+        idle.get(handle.url + "/health")
+        handle.stop(10)
     worker.join(5)
     assert results[0].json()["meta_info"]["completion_tokens"] == 50
     assert not handle.alive

@@ -49,7 +49,6 @@ def meta_info(
     logprobs: bool,
     logprob_start: int = -1,
     top_logprobs: bool = False,
-    request_id: str | None = None,
 ) -> dict[str, Any]:
     """`meta_info` of a finished sample.
 
@@ -59,7 +58,7 @@ def meta_info(
     """
     spans = output.weight_versions
     meta: dict[str, Any] = {
-        "id": output.request_id if request_id is None else request_id,
+        "id": output.request_id,
         "finish_reason": finish_reason(output),
         "prompt_tokens": len(output.prompt_ids),
         "completion_tokens": len(output.output_ids),
