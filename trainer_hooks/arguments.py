@@ -24,7 +24,11 @@ def add_rollout_backend_arguments(parser: argparse.ArgumentParser) -> argparse.A
 
     add("--rollout-backend", choices=BACKENDS, default="sglang", help="engine that generates (default: %(default)s)")
     add("--num-trainer-cells", type=int, help="independent trainer cells (default: from the GPUs, or 1 without any)")
-    add("--num-rollout-cells", type=int, help="rollout cells (default: from the rollout GPUs, or as many as trainer cells)")
+    add(
+        "--num-rollout-cells",
+        type=int,
+        help="rollout cells (default: from the rollout GPUs, or as many as trainer cells)",
+    )
     add("--rollout-tensor-model-parallel-size", type=int, help="TP of a rollout cell (default: the trainer's)")
     add("--rollout-pipeline-model-parallel-size", type=int, help="PP of a rollout cell (default: the trainer's)")
     add("--rollout-context-parallel-size", type=int, default=1, help="refused unless 1: generation has none")
@@ -43,7 +47,9 @@ def add_rollout_backend_arguments(parser: argparse.ArgumentParser) -> argparse.A
     add("--rollout-attention-backend", choices=("auto", "flash", "triton", "torch"), default="auto")
     add("--max-failed-fraction", type=float, default=0.0, help="share of a batch that may fail before the run ends")
     add("--refit-timeout", type=float, default=120.0, help="seconds that one refit may take")
-    add("--deterministic", action="store_true", help="exact repetition: fixed assignment of samples, repeatable kernels")
+    add(
+        "--deterministic", action="store_true", help="exact repetition: fixed assignment of samples, repeatable kernels"
+    )
     add("--true-on-policy", action="store_true", help="rollout and training logprobs bitwise equal (one GPU, TP 1)")
     add("--on-cell-failure", choices=("continue", "wait"), default="continue", help="redo with survivors, or wait")
     add("--max-cell-restarts", type=int, default=5, help="restarts of one cell within a window before it is given up")

@@ -64,7 +64,11 @@ def requests_of(
 
 
 def batch_of(
-    outputs: Sequence[GenerationOutput], data: Mapping[str, Any], *, pad_token_id: int, rows: Sequence[int] | None = None
+    outputs: Sequence[GenerationOutput],
+    data: Mapping[str, Any],
+    *,
+    pad_token_id: int,
+    rows: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """The batch of `outputs`, in their order. rows: the rows of `data` that they belong to (default: all)."""
     total = [len(o.prompt_ids) + len(o.output_ids) for o in outputs]

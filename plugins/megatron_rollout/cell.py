@@ -32,7 +32,10 @@ class RolloutCell:
         """Build the cell's world, models and engines. Raises TimeoutError after `timeout_s`, else what a rank raised."""
         start_cell(self.actors, timeout_s=timeout_s)
         self.pids = get([a.pid.remote() for a in self.actors], timeout_s)
-        get([a.start_rollout.remote(spec, cell=self.index, timeout_s=timeout_s, seed=seed) for a in self.actors], timeout_s)
+        get(
+            [a.start_rollout.remote(spec, cell=self.index, timeout_s=timeout_s, seed=seed) for a in self.actors],
+            timeout_s,
+        )
 
     def submit(self, requests: list[GenerationRequest], *, stream: bool = False) -> None:
         """Hand samples to the leader; does not wait."""
@@ -42,13 +45,13 @@ class RolloutCell:
         """What came since the last call. Raises CellDead if the leader is gone or silent for `timeout_s`."""
         return self._ask(self.leader.collect.remote(max_wait_s), timeout_s)
 
-    def call(self, name: str, *, timeout_s: float, **arguments: Any) -> Any:
+    def call(self, name: str, *, deadline_s: float, **arguments: Any) -> Any:
         """Execute a command on every rank; returns the leader's result."""
-        return self._ask(self.leader.call.remote(name, timeout_s, **arguments), timeout_s + 5)
+        return self._ask(self.leader.call.remote(name, deadline_s, **arguments), deadline_s + 5)
 
-    def call_async(self, name: str, *, timeout_s: float, **arguments: Any) -> Any:
+    def call_async(self, name: str, *, deadline_s: float, **arguments: Any) -> Any:
         """As `call`, as a Ray reference: the way to have several cells at it at once."""
-        return self.leader.call.remote(name, timeout_s, **arguments)
+        return self.leader.call.remote(name, deadline_s, **arguments)
 
     def abort(self, request_ids: list[str] | None = None) -> None:
         self.leader.abort.remote(request_ids)

@@ -181,14 +181,16 @@ class MegatronGeneration:
     def live_cells(self) -> list[int]:
         return sorted(self.dispatcher.router.up)
 
-    def call_all(self, name: str, *, cells: Sequence[int] | None = None, timeout_s: float | None = None, **kw: Any) -> dict:
+    def call_all(
+        self, name: str, *, cells: Sequence[int] | None = None, deadline_s: float | None = None, **kw: Any
+    ) -> dict:
         """Execute a command on several cells at once: {cell: result or the exception it raised}."""
         chosen = self.live_cells if cells is None else list(cells)
-        limit = timeout_s or self.command_timeout_s
+        limit = deadline_s or self.command_timeout_s
 
         def one(index: int) -> Any:
             try:
-                return self.cells[index].call(name, timeout_s=limit, **kw)
+                return self.cells[index].call(name, deadline_s=limit, **kw)
             except Exception as error:  # reported to the caller, cell by cell
                 return error
 

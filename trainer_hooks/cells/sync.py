@@ -74,7 +74,7 @@ class WeightSync:
                 self._join(trainer.actors, targets)
             limit = self.timeout_s
             # destinations first: they suspend and post their receives before the source sends
-            receiving = [t.call_async("refit_reshard", timeout_s=limit, version=version) for t in targets]
+            receiving = [t.call_async("refit_reshard", deadline_s=limit, version=version) for t in targets]
             get([*receiving, *(a.send_weights.remote() for a in trainer.actors)], limit + 5)
         except Exception as error:  # reported with the pair; the next sync builds its group anew
             cause = f"{type(error).__name__}: {error}"
@@ -95,7 +95,7 @@ class WeightSync:
         joining = [a.join_refit_group.remote(rank=i, **common) for i, a in enumerate(sources)]
         for target in targets:
             joining.append(
-                target.call_async("join_refit_group", timeout_s=self.timeout_s, destination_offset=offset, **common)
+                target.call_async("join_refit_group", deadline_s=self.timeout_s, destination_offset=offset, **common)
             )
             offset += len(target.actors)
         get(joining, self.timeout_s + 5)
@@ -103,7 +103,7 @@ class WeightSync:
     def _shared(self, version: int) -> list[PairResult]:
         start = time.monotonic()
         answers = self.generation.call_all(
-            "refit_shared", cells=sorted(self.generation.cells), timeout_s=self.timeout_s, version=version
+            "refit_shared", cells=sorted(self.generation.cells), deadline_s=self.timeout_s, version=version
         )
         seconds = time.monotonic() - start
         return self._apply(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from megatron_rollout.config import EngineConfig
 from megatron_rollout.device import on_gpu
 from megatron_rollout.engine.architecture import read_architecture
 from megatron_rollout.generation import MegatronGeneration
+from megatron_rollout.ray_cluster import start_ray
 from megatron_rollout.requests import SamplingParams
 from trainer_hooks.cells.arbiter import Arbiter
 from trainer_hooks.cells.event_log import EventLog
@@ -141,22 +141,13 @@ class Runtime:
         self.group.arbiter.restore(checkpoint, {"actor": self.group.last_step}, self.version)
 
     def _start_ray(self) -> None:
-        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-        import ray
-
         processes = self.trainer_ranks * self.args.num_trainer_cells
         if not self.args.colocate:
             processes += self.rollout_tp * self.rollout_pp * self.args.num_rollout_cells
         if self.args.ray_address:
-            ray.init(address=self.args.ray_address, log_to_driver=False, logging_level="ERROR")
+            start_ray(address=self.args.ray_address)
         else:
-            ray.init(
-                num_cpus=processes,
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                logging_level="ERROR",
-            )
+            start_ray(num_cpus=processes, object_store_memory=_OBJECT_STORE_BYTES)
         self._started_ray = True
 
     def _actor_class(self) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 
 from trainer_hooks.trainer.data import PromptData
 from trainer_hooks.trainer.rewards import load_reward
-from trainer_hooks.trainer.task import DefaultRecipe, make_task
 
 
 @dataclass
@@ -59,15 +58,16 @@ def prepare(args: argparse.Namespace) -> Job:
     """Fill in defaults and read every input. Raises OSError or ValueError naming option, file and line."""
     from transformers import AutoTokenizer
 
-    recipe = DefaultRecipe()
     if args.hf_checkpoint is None:
+        from trainer_hooks.trainer.task import DefaultRecipe, make_task
+
         task = make_task(Path(args.output_dir) / "task", seed=args.seed)
         args.hf_checkpoint, args.prompt_data = str(task.checkpoint), str(task.train)
         args.eval_prompt_data = args.eval_prompt_data or str(task.evaluation)
         args.warmup_data = args.warmup_data or str(task.warmup)
         args.input_key, args.label_key = task.input_key, task.label_key
         args.rm_type = args.rm_type or (None if args.custom_rm_path else task.rm_type)
-        recipe.fill(args)
+        DefaultRecipe().fill(args)
     else:
         fallback(args)
     tokenizer = AutoTokenizer.from_pretrained(args.hf_checkpoint)
