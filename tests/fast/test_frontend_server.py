@@ -12,7 +12,7 @@ import httpx
 import pytest
 from frontend_support import FakeEngine, byte_level_tokenizer, draw, served
 from megatron_rollout.frontend.app import build_app
-from megatron_rollout.frontend.client import EngineClient
+from megatron_rollout.frontend.client import EngineClient, NotServing
 from megatron_rollout.frontend.inflight import choice_seed
 from megatron_rollout.frontend.ports import bind_socket, hold_port
 from megatron_rollout.frontend.server import serve
@@ -158,19 +158,20 @@ def test_a_call_past_its_deadline_is_aborted_and_says_so(stream):
         assert engine.status().running_requests == engine.status().waiting_requests == 0
 
 
-def test_one_failed_sample_ends_its_call_and_frees_the_others():
+@pytest.mark.parametrize(("failure", "status"), [(ValueError, 400), (NotServing, 503), (RuntimeError, 500)])
+def test_one_refused_sample_ends_its_call_and_frees_the_others(failure, status):
     engine = FakeEngine(TOKENIZER, step_s=0.01)
 
     def submit(request, on_delta=None, original=engine.submit):
         if request.prompt_ids == (9,):
-            raise ValueError("the engine can never run this")
+            raise failure("the engine cannot run this")
         return original(request, on_delta)
 
     engine.submit = submit
     with served(engine) as handle, httpx.Client(base_url=handle.url) as client:
         response = client.post("/generate", json={"input_ids": [[5], [6], [9]]})
-        assert response.status_code == 400 and "can never run this" in response.json()["message"]
-        wait_for(lambda: engine.status().running_requests == 0, timeout_s=2)
+        assert response.status_code == status and "cannot run this" in response.json()["message"]
+        wait_for(lambda: engine.status().running_requests == 0, timeout_s=5)
 
 
 # metrics

@@ -60,8 +60,10 @@ class Inflight:
         try:
             for index, request in enumerate(requests):
                 call.send(index, request, stream)
-        except (ValueError, NotServing) as error:
+        except Exception as error:
             call.abort()
+            if not isinstance(error, ValueError | NotServing):
+                raise
             status = 503 if isinstance(error, NotServing) else 400
             raise RequestError(status, str(error)) from error
         self._calls[call_id] = call
