@@ -45,13 +45,13 @@ class RolloutCell:
         """What came since the last call. Raises CellDead if the leader is gone or silent for `timeout_s`."""
         return self._ask(self.leader.collect.remote(max_wait_s), timeout_s)
 
-    def call(self, name: str, *, deadline_s: float, **arguments: Any) -> Any:
+    def call(self, command: str, /, *, deadline_s: float, **arguments: Any) -> Any:
         """Execute a command on every rank; returns the leader's result."""
-        return self._ask(self.leader.call.remote(name, deadline_s, **arguments), deadline_s + 5)
+        return self._ask(self.leader.call.remote(command, deadline_s, **arguments), deadline_s + 5)
 
-    def call_async(self, name: str, *, deadline_s: float, **arguments: Any) -> Any:
+    def call_async(self, command: str, /, *, deadline_s: float, **arguments: Any) -> Any:
         """As `call`, as a Ray reference: the way to have several cells at it at once."""
-        return self.leader.call.remote(name, deadline_s, **arguments)
+        return self.leader.call.remote(command, deadline_s, **arguments)
 
     def abort(self, request_ids: list[str] | None = None) -> None:
         self.leader.abort.remote(request_ids)

@@ -182,7 +182,7 @@ class MegatronGeneration:
         return sorted(self.dispatcher.router.up)
 
     def call_all(
-        self, name: str, *, cells: Sequence[int] | None = None, deadline_s: float | None = None, **kw: Any
+        self, command: str, /, *, cells: Sequence[int] | None = None, deadline_s: float | None = None, **kw: Any
     ) -> dict:
         """Execute a command on several cells at once: {cell: result or the exception it raised}."""
         chosen = self.live_cells if cells is None else list(cells)
@@ -190,7 +190,7 @@ class MegatronGeneration:
 
         def one(index: int) -> Any:
             try:
-                return self.cells[index].call(name, deadline_s=limit, **kw)
+                return self.cells[index].call(command, deadline_s=limit, **kw)
             except Exception as error:  # reported to the caller, cell by cell
                 return error
 

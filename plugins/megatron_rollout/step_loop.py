@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rollout.cell_types import CommandError, EngineFailed
+from megatron_rollout.device import device, enter_thread
 from megatron_rollout.engine.engine import Engine
 from megatron_rollout.requests import GenerationOutput, GenerationRequest, TokenDelta
 
@@ -68,6 +69,7 @@ class StepLoop(threading.Thread):
         self.group = group if group is not None and group.size() > 1 else None
         self.store = store
         self.is_leader = self.group is None or self.group.rank() == 0
+        self._device = device()  # of the thread that built the engine
         self.steps = 0
         self.turns = 0
         self.error: EngineFailed | None = None
@@ -100,14 +102,14 @@ class StepLoop(threading.Thread):
         """End samples (all for None) keeping what they have; unknown ids are ignored."""
         self._commands.put(_Command("abort", {"request_ids": request_ids}))
 
-    def call(self, name: str, **arguments: Any) -> Future[Any]:
+    def call(self, command: str, /, **arguments: Any) -> Future[Any]:
         """Queue a command for every rank; the future has the leader's result."""
         future: Future[Any] = Future()
         with self._lock:
             if self.error is not None:
                 future.set_exception(self.error)
                 return future
-        self._commands.put(_Command(name, arguments, future))
+        self._commands.put(_Command(command, arguments, future))
         return future
 
     def outstanding(self) -> int:
@@ -123,8 +125,7 @@ class StepLoop(threading.Thread):
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(torch.cuda.current_device())
+        enter_thread(self._device)
         try:
             self._lead() if self.is_leader else self._follow()
         except BaseException as error:  # whatever it was, the cell is over and must say why  # noqa: BLE001

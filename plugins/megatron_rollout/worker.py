@@ -128,12 +128,12 @@ class RolloutWorker:
     def abort(self, request_ids: list[str] | None = None) -> None:
         self._loop().abort(request_ids)
 
-    def call(self, name: str, deadline_s: float = 120.0, **arguments: Any) -> Any:
+    def call(self, command: str, deadline_s: float = 120.0, **arguments: Any) -> Any:
         """Execute a command on every rank of the cell and return the leader's result.
 
         Raises TimeoutError after `deadline_s`, else what the command raised.
         """
-        return self._loop().call(name, **arguments).result(timeout=deadline_s)
+        return self._loop().call(command, **arguments).result(timeout=deadline_s)
 
     def status(self) -> CellStatus:
         loop, rollout = self._loop(), self.rollout

@@ -27,7 +27,7 @@ from trainer_hooks.cells.lane import DeadlinePassed, GroupError, Job
 _FORMAT = 1
 _GREETING, _HEADER, _DATA, _SUMS, _ANSWER = range(1, 6)
 _IN_FLIGHT = 2
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 8 << 20
 
 
 class TransferCorrupt(GroupError):
@@ -67,13 +67,15 @@ def send_state(
     header = _to_tensor(json.dumps(packed.header).encode(), group.device)
     line.send(_numbers([_FORMAT, header.numel(), chunk_bytes], group.device), _GREETING)
     line.send(header, _HEADER)
-    rooms = [torch.empty(min(chunk_bytes, packed.nbytes), dtype=torch.uint8, device=group.device) for _ in range(2)]
+    rooms = _Rooms(min(chunk_bytes, packed.nbytes), group.device)
     flying: deque[Job] = deque()
     sums: list[int] = []
     for turn, pieces in enumerate(buckets.plan(packed.storages, chunk_bytes)):
         if len(flying) == _IN_FLIGHT:
             line.finish(flying.popleft())
-        chunk = buckets.fill(rooms[turn % _IN_FLIGHT], pieces, packed.storages)
+        chunk = _in_place(pieces, packed.storages, group.device)
+        if chunk is None:
+            chunk = buckets.fill(rooms[turn], pieces, packed.storages)
         sums.append(checksum(chunk))
         flying.append(group.post_send(chunk, peer, _DATA))
     while flying:
@@ -122,7 +124,9 @@ def receive_state(
             group.abort(f"the state of cell rank {peer} does not fit: {misfit}")
             raise
         storages = target.storages
-    sums = _receive_chunks(line, storages, chunk_bytes)
+    # After a failure the group may still write to what it was given: to new storages, which are then thrown away, or to
+    # chunks of our own, but not to a state that somebody has.
+    sums = _receive_chunks(line, storages, chunk_bytes, direct=into is None)
     expected = _numbers([0] * (len(sums) + 1), group.device)
     line.recv(expected, _SUMS)
     count, *wanted = expected.tolist()
@@ -150,31 +154,54 @@ def positional_sum(chunk: Tensor) -> int:
     return int(((words * weights).sum() + rest.sum()).item()) & ((1 << 63) - 1)
 
 
-def _receive_chunks(line: _Line, storages: list[Tensor], chunk_bytes: int) -> list[int]:
+def _receive_chunks(line: _Line, storages: list[Tensor], chunk_bytes: int, *, direct: bool) -> list[int]:
     group = line.group
     plan = list(buckets.plan(storages, chunk_bytes))
-    room = min(chunk_bytes, sum(storage.numel() for storage in storages))
-    # Received here and copied from here: after a failure the group may still write to a chunk, never to the state.
-    rooms = [torch.empty(room, dtype=torch.uint8, device=group.device) for _ in range(_IN_FLIGHT)]
-    flying: deque[tuple[Job, Tensor]] = deque()
+    rooms = _Rooms(min(chunk_bytes, sum(storage.numel() for storage in storages)), group.device)
+    flying: deque[tuple[Job, Tensor, bool]] = deque()
 
     def post(turn: int) -> None:
         if turn < len(plan):
-            chunk = rooms[turn % _IN_FLIGHT][: plan[turn][-1].until]
-            flying.append((group.post_recv(chunk, line.peer, _DATA), chunk))
+            there = _in_place(plan[turn], storages, group.device) if direct else None
+            chunk = rooms[turn][: plan[turn][-1].until] if there is None else there
+            flying.append((group.post_recv(chunk, line.peer, _DATA), chunk, there is None))
 
     for turn in range(_IN_FLIGHT):
         post(turn)
     sums = []
     for turn, pieces in enumerate(plan):
-        job, chunk = flying.popleft()
+        job, chunk, staged = flying.popleft()
         line.finish(job)
         sums.append(checksum(chunk))
-        buckets.empty(chunk, pieces, storages)
-        if chunk.is_cuda:
-            torch.cuda.current_stream(chunk.device).synchronize()
+        if staged:
+            buckets.empty(chunk, pieces, storages)
+            if chunk.is_cuda:
+                torch.cuda.current_stream(chunk.device).synchronize()
         post(turn + _IN_FLIGHT)
     return sums
+
+
+def _in_place(pieces: list[buckets.Piece], storages: list[Tensor], device: torch.device) -> Tensor | None:
+    """The chunk where it lies, if it lies in one storage on the group's device: most of a large state does."""
+    only = pieces[0]
+    if len(pieces) > 1 or storages[only.tensor].device != device:
+        return None
+    return storages[only.tensor][only.begin : only.end]
+
+
+class _Rooms:
+    """Chunks of our own, allocated when first needed."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._nbytes = nbytes
+        self._device = device
+        self._rooms: dict[int, Tensor] = {}
+
+    def __getitem__(self, turn: int) -> Tensor:
+        which = turn % _IN_FLIGHT
+        if which not in self._rooms:
+            self._rooms[which] = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+        return self._rooms[which]
 
 
 class _Line:
