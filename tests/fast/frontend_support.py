@@ -18,14 +18,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
 from megatron_rollout.frontend.app import build_app
 from megatron_rollout.frontend.client import EngineStatus, NotServing
 from megatron_rollout.frontend.ports import hold_port
 from megatron_rollout.frontend.server import ServerHandle, serve
 from megatron_rollout.frontend.settings import FrontendSettings
 from megatron_rollout.requests import GenerationOutput, GenerationRequest, TokenDelta
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

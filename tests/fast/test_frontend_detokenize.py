@@ -6,6 +6,7 @@ import pytest
 from frontend_support import byte_fallback_tokenizer, byte_level_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from megatron_rollout.frontend.detokenize import (
     IncrementalDecoder,
     TextStream,

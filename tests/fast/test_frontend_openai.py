@@ -7,9 +7,10 @@ import math
 import openai
 import pytest
 from frontend_support import FakeEngine, byte_level_tokenizer, draw, served
+
 from megatron_rollout.frontend.inflight import choice_seed
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 TOKENIZER = byte_level_tokenizer()
 
 
@@ -17,7 +18,7 @@ TOKENIZER = byte_level_tokenizer()
 def cell():
     engine = FakeEngine(TOKENIZER)
     with served(engine) as handle:
-        client = openai.OpenAI(base_url=f"{handle.url}/v1", api_key="none", max_retries=0, timeout=20)
+        client = openai.OpenAI(base_url=f"{handle.url}/v1", api_key="none", max_retries=0, timeout=60)
         yield engine, client
         client.close()
 
@@ -28,7 +29,7 @@ def scripted(text: str, **options):
 
 
 def client_of(handle) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{handle.url}/v1", api_key="none", max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=f"{handle.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def test_models(cell):

@@ -10,9 +10,10 @@ import threading
 import uuid
 
 import pytest
+
 from megatron_rollout.frontend.ports import adopt_port, base_url, bind_socket, find_free_port, hold_port
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 def refused(port: int, host: str = "127.0.0.1") -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 from frontend_support import FakeEngine, byte_level_tokenizer, served
+
 from megatron_rollout.frontend.app import build_app
 from megatron_rollout.frontend.ports import find_free_port, hold_port
 from megatron_rollout.frontend.server import serve

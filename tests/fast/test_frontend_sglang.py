@@ -10,16 +10,17 @@ import time
 import httpx
 import pytest
 from frontend_support import FakeEngine, byte_level_tokenizer, draw, served
+
 from megatron_rollout.frontend.client import NotServing
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 TOKENIZER = byte_level_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def cell():
     engine = FakeEngine(TOKENIZER)
-    with served(engine) as handle, httpx.Client(base_url=handle.url, timeout=20) as client:
+    with served(engine) as handle, httpx.Client(base_url=handle.url, timeout=60) as client:
         yield engine, client
 
 
@@ -27,7 +28,7 @@ def cell():
 def own_cell():
     """A cell whose state a test may change."""
     engine = FakeEngine(TOKENIZER, step_s=0.005)
-    with served(engine, ping_timeout_s=0.5) as handle, httpx.Client(base_url=handle.url, timeout=20) as client:
+    with served(engine, ping_timeout_s=0.5) as handle, httpx.Client(base_url=handle.url, timeout=60) as client:
         yield engine, client
 
 
@@ -149,7 +150,7 @@ def test_streams_repeat_what_came_before(own_cell):
 @pytest.mark.parametrize("keep", [False, True])
 def test_g13_stop_string(keep):
     engine = FakeEngine(TOKENIZER, script=TOKENIZER.encode("the cat sat on the mat"))
-    with served(engine) as handle, httpx.Client(base_url=handle.url, timeout=20) as client:
+    with served(engine) as handle, httpx.Client(base_url=handle.url, timeout=60) as client:
         body = {"text": "x", "return_logprob": True}
         body["sampling_params"] = {"max_new_tokens": 50, "stop": ["mat", "cat s"], "no_stop_trim": keep}
         for out in (generate(client, **body), events(client, **body)[-1]):
@@ -246,7 +247,7 @@ def test_abort_keeps_what_was_generated(own_cell):
         assert loads[0]["num_running_reqs"] + loads[0]["num_waiting_reqs"] == loads[0]["num_reqs"] == 1
         time.sleep(0.05)
         assert client.post("/abort_request", json=body).status_code == 200
-        worker.join(10)
+        worker.join(60)
         meta = results[0]["meta_info"]
         assert meta["finish_reason"]["type"] == "abort" and 0 < meta["completion_tokens"] < 250
         assert len(meta["output_token_logprobs"]) == meta["completion_tokens"]
@@ -265,11 +266,11 @@ def test_abort_of_a_batch_by_the_id_it_was_sent_under(own_cell):
     response = client.post("/generate", json={"text": "x", "rid": "batch"})
     assert response.status_code == 400 and "'batch' is in flight already" in response.json()["message"]
     client.post("/abort_request", json={"rid": "batch"})
-    worker.join(10)
+    worker.join(60)
     assert [item["meta_info"]["finish_reason"]["type"] for item in results] == ["abort"] * 3
 
 
-def wait_for(condition, timeout_s: float = 10.0) -> None:
+def wait_for(condition, timeout_s: float = 30.0) -> None:
     until = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until
@@ -291,7 +292,7 @@ def test_pause_flush_and_continue_with_a_request_in_flight(own_cell):
     assert client.post("/flush_cache").status_code == 200
     assert client.post("/update_weight_version", json={"new_version": "4"}).json()["success"]
     assert client.post("/continue_generation", json={}).status_code == 200
-    worker.join(10)
+    worker.join(60)
     meta = results[0]["meta_info"]
     assert meta["completion_tokens"] == 60 and meta["weight_version"] == "4"
     assert [version for _, version in meta["weight_versions"]] == [3, 4]
