@@ -21,6 +21,23 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+def synchronize() -> None:
+    """Wait for everything that this process has asked of its GPU."""
+    if on_gpu():
+        torch.cuda.synchronize()
+
+
+def enter_thread(of: torch.device) -> None:
+    """Make `of` the device of the calling thread. CUDA's current device and stream belong to a thread.
+
+    The thread gets a stream of its own: megatron-core captures CUDA graphs on whatever stream is current, which must
+    not be the default one.
+    """
+    if of.type == "cuda":
+        torch.cuda.set_device(of)
+        torch.cuda.set_stream(torch.cuda.Stream(of))
+
+
 def collective_backend() -> str:
     """Backend of a cell's own world. CUDA tensors go over NCCL, control messages over gloo."""
     return "cpu:gloo,cuda:nccl" if on_gpu() else "gloo"

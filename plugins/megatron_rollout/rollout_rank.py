@@ -13,7 +13,7 @@ from megatron_rollout.device import release_cached_memory
 from megatron_rollout.engine.architecture import Architecture, read_architecture
 from megatron_rollout.engine.checkpoint import load_hf
 from megatron_rollout.engine.engine import Engine
-from megatron_rollout.engine.model import build_model, transformer_config
+from megatron_rollout.engine.model import build_model, generation_overrides, transformer_config
 from megatron_rollout.engine.weights import WeightMap
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class RolloutRank:
                 pp=spec.pp,
                 sequence_parallel=spec.sequence_parallel,
                 dtype=getattr(torch, spec.dtype),
-                **spec.model_overrides,
+                **generation_overrides(spec.engine) | spec.model_overrides,
             )
             model = build_model(
                 self.architecture,

@@ -1,11 +1,11 @@
 """The thread that drives one rank's engine, in lockstep with the other ranks of its cell.
 
-The leader drains its queue of commands, broadcasts them inside the cell, every rank executes them, then every rank takes
-one engine step. No extra process: it starts at once and dies with its rank, visibly. Commands therefore happen between two
-steps, in the order of the calls; requests that arrive meanwhile join the next step (continuous batching).
+The leader drains its queue of commands, broadcasts them inside the cell, every rank executes them, then every rank
+takes one engine step. No extra process: it starts at once and dies with its rank, visibly. Commands therefore happen
+between two steps, in the order of the calls; requests that arrive meanwhile join the next step (continuous batching).
 
-A failure of any rank ends the cell: the leader fails what is in flight with the first cause, a follower leaves its cause
-in the cell's store and exits, and whoever owns the cell replaces it.
+A failure of any rank ends the cell: the leader fails what is in flight with the first cause, a follower leaves its
+cause in the cell's store and exits, and whoever owns the cell replaces it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One rank's dynamic engine: requests in, tokens out, abort, versions, suspend and resume.
 
 megatron-core's `DynamicInferenceEngine` does the batching, the paged KV cache and the model. What it lacks is here:
-abort that gives the KV blocks back, a generator per request (`sampling.py`), several stop ids, stop strings that may end
-inside a token, the weight version of every token, and finishing what an aborted run of a sample had begun.
+abort that gives the KV blocks back, a generator per request (`sampling.py`), several stop ids, stop strings that may
+end inside a token, the weight version of every token, and finishing what an aborted run of a sample had begun.
 
 All ranks of a cell hold one of these and are driven in lockstep: the same calls in the same order on each.
 """
@@ -21,28 +21,19 @@ from megatron.core.inference.config import (
     KVCacheManagementMode,
     PrefixCachingEvictionPolicy,
 )
-from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.sampling_params import SamplingParams as EngineSampling
-from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
-from megatron_rollout.device import device, on_gpu
+from megatron_rollout.device import device, on_gpu, synchronize
 from megatron_rollout.engine import paged_attention
-from megatron_rollout.engine.sampling import Context, RequestSampler
+from megatron_rollout.engine.bookkeeping import BatchEngine, Controller, Detokenizer
+from megatron_rollout.engine.context import Context
+from megatron_rollout.engine.sampling import RequestSampler
 from megatron_rollout.requests import GenerationOutput, GenerationRequest, TokenDelta
 
 _NEVER = -1  # a termination id that no token has
 _STOP_WINDOW = 32  # tokens looked at beyond a stop string's own length
-
-
-class _NoDetokenizer:
-    """megatron-core detokenises every finished request; text is the front end's business, so it gets nothing to do."""
-
-    eod = _NEVER
-
-    def detokenize(self, ids: Any, *args: Any, **kwargs: Any) -> str:
-        return ""
 
 
 @dataclass
@@ -71,8 +62,8 @@ class StepResult:
 class Engine:
     """The engine of this rank over `model` (the bare megatron-core model of this rank).
 
-    config: an object with the fields of `megatron_rollout.config.EngineConfig`. tokenizer: a transformers tokenizer, used
-    for stop strings only. eos_token_ids end a response unless the request ignores them.
+    config: an object with the fields of `megatron_rollout.config.EngineConfig`. tokenizer: a transformers tokenizer,
+    used for stop strings only. eos_token_ids end a response unless the request ignores them.
     """
 
     def __init__(
@@ -113,17 +104,20 @@ class Engine:
                 prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.LRU,
                 materialize_only_last_token_logits=True,
                 logprobs_mode="processed_logprobs",
-                use_cuda_graphs_for_non_decode_steps=False,
-                async_sched_mode=AsyncScheduleMode.ASYNC if on_gpu() else AsyncScheduleMode.LEGACY,
-                num_cuda_graphs=config.num_cuda_graphs if on_gpu() else None,
+                use_cuda_graphs_for_non_decode_steps=config.use_cuda_graphs_for_non_decode_steps,
+                async_sched_mode=AsyncScheduleMode(config.async_sched_mode if on_gpu() else "legacy"),
+                num_cuda_graphs=config.num_cuda_graphs if model.config.cuda_graph_impl == "local" else None,
                 pg_collection=pg_collection,
             ),
         )
+        if on_gpu():
+            self.context.fuse_rotary(model.rotary_pos_emb, model.config.params_dtype)
         wrapper = GPTInferenceWrapper(model, self.context)
-        self.controller = TextGenerationController(inference_wrapped_model=wrapper, tokenizer=_NoDetokenizer())
+        self.controller = Controller(inference_wrapped_model=wrapper, tokenizer=Detokenizer())
         self.sampler = RequestSampler(vocab_size, device())
         self.controller._sampling = self.sampler
-        self.engine = DynamicInferenceEngine(controller=self.controller, context=self.context)
+        self.engine = BatchEngine(controller=self.controller, context=self.context)
+        synchronize()  # another thread, with a stream of its own, will step
 
     # -- requests ---------------------------------------------------------------------------------------------
 
@@ -137,7 +131,8 @@ class Engine:
         if length + len(request.output_ids) > self.context.max_tokens:
             raise ValueError(f"the prompt has {length} tokens, one engine step holds {self.context.max_tokens}")
         vocab = self.sampler.vocab_size
-        if bad := next((t for t in request.prompt_ids if not 0 <= t < vocab), None):
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab:
+            bad = next(t for t in request.prompt_ids if not 0 <= t < vocab)
             raise ValueError(f"prompt token id {bad} is outside the vocabulary of {vocab}")
         blocks = -(-min(limit + 1, request.cost) // self.context.block_size_tokens)
         if blocks > (total := self.context.kv_block_allocator.total_count - 1):
@@ -179,7 +174,7 @@ class Engine:
         self.engine._add_request(
             DynamicInferenceRequest(
                 request_id=slot,
-                prompt_tokens=torch.tensor((*request.prompt_ids, *request.output_ids), device=device()),
+                prompt_tokens=torch.tensor((*request.prompt_ids, *request.output_ids)),  # batches are made on the host
                 sampling_params=EngineSampling(
                     num_tokens_to_generate=budget,
                     termination_id=termination,

@@ -73,6 +73,19 @@ def transformer_config(
     return TransformerConfig(**fields)
 
 
+def generation_overrides(engine: Any) -> dict[str, Any]:
+    """Overrides of `transformer_config` for a model that an engine with the settings `engine` (EngineConfig) will run.
+
+    CUDA graphs are a property of the model in megatron-core: without these it runs without them.
+    """
+    if not on_gpu() or engine.cuda_graph_impl == "none":
+        return {}
+    return {
+        "cuda_graph_impl": engine.cuda_graph_impl,
+        "inference_cuda_graph_scope": engine.inference_cuda_graph_scope,
+    }
+
+
 def build_model(
     architecture: Architecture,
     config: TransformerConfig,

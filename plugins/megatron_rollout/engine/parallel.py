@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_rollout.device import collective_backend
+from megatron_rollout.device import collective_backend, on_gpu
 
 
 def init_world(
@@ -82,4 +82,4 @@ def init_megatron(*, tp: int = 1, pp: int = 1, cp: int = 1, seed: int = 1, timeo
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
     torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=on_gpu())

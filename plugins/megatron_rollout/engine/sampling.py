@@ -2,7 +2,8 @@
 
 The noise of a token is a hash of (the request's seed, how many tokens the request has drawn): it does not depend on the
 cell, the batch or the order in which requests are scheduled, and it goes on where an aborted or evicted request left
-off. A token is drawn by inverting the cumulative distribution with that one uniform number.
+off. A token is drawn by inverting the cumulative distribution with that one uniform number: in two kernels on CUDA
+(`triton_sampling.py`), with torch elsewhere and for rows with top-k or top-p.
 
 Logprobs follow one convention: log_softmax(logits / temperature), before top-k and top-p cut the distribution; greedy
 requests (temperature 0) report log_softmax(logits). It is what training recomputes.
@@ -10,10 +11,10 @@ requests (temperature 0) report log_softmax(logits). It is what training recompu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.sampling.base import Sampling
 
 from megatron_rollout.requests import SamplingParams
@@ -42,6 +43,19 @@ def signed_seed(seed: int) -> int:
     return seed - (1 << 64) if seed >> 63 else seed
 
 
+@dataclass(frozen=True)
+class _Parameters:
+    temperature: float
+    top_p: float
+    top_k: int
+    greedy: bool
+    seed: int
+    draw: int
+
+
+_WHOLE = ("top_k", "greedy", "seed", "draw")  # order of the whole numbers in one copy
+
+
 class RequestSampler(Sampling):
     """Samples each row with the parameters and the generator of its own request.
 
@@ -52,58 +66,74 @@ class RequestSampler(Sampling):
     def __init__(self, vocab_size: int, device: torch.device, slots: int = 64) -> None:
         self.vocab_size = vocab_size
         self.device = device
+        self.fused = device.type == "cuda"
         self._allocate(slots)
+        self._registered: dict[int, _Parameters] = {}  # since the tables were last written
         self._rows: torch.Tensor | None = None  # slots of the batch that the cached tensors below belong to
         self._slots = torch.empty(0, dtype=torch.long, device=device)
         self._plain = True
         self._greedy_only = False
+        self._logprobs: torch.Tensor | None = None  # of the tokens drawn last, where the kernel gave them
 
     def _allocate(self, slots: int) -> None:
-        host = {
-            "temperature": torch.ones(slots),
-            "top_k": torch.zeros(slots, dtype=torch.long),
-            "top_p": torch.ones(slots),
-            "greedy": torch.zeros(slots, dtype=torch.bool),
+        self._cut = torch.zeros(slots, dtype=torch.bool)  # on the host: whether the slot has top-k or top-p
+        self._greedy = torch.zeros(slots, dtype=torch.bool)  # likewise
+        self._tables = {
+            "temperature": torch.ones(slots, device=self.device),
+            "top_p": torch.ones(slots, device=self.device),
+            "top_k": torch.zeros(slots, dtype=torch.long, device=self.device),
+            "greedy": torch.zeros(slots, dtype=torch.bool, device=self.device),
         }
-        self._host = host
-        self._tables = {name: t.to(self.device) for name, t in host.items()}
         self._seed = torch.zeros(slots, dtype=torch.long, device=self.device)
         self._draw = torch.zeros(slots, dtype=torch.long, device=self.device)
 
     def register(self, slot: int, params: SamplingParams, seed: int, drawn: int) -> None:
         """Set the parameters of a slot; `drawn` tokens of the sample exist already."""
-        while slot >= self._seed.numel():
-            old, old_seed, old_draw = self._host, self._seed, self._draw
-            n = old_seed.numel()
-            self._allocate(2 * n)
-            for name, table in old.items():
-                self._host[name][:n] = table
-                self._tables[name][:n] = table.to(self.device)
-            self._seed[:n], self._draw[:n] = old_seed, old_draw
-        values = {
-            "temperature": 1.0 if params.greedy else params.temperature,
-            "top_k": 0 if params.top_k <= 0 or params.top_k >= self.vocab_size else params.top_k,
-            "top_p": params.top_p,
-            "greedy": params.greedy or params.top_k == 1 or params.top_p == 0,
-        }
-        for name, value in values.items():
-            self._host[name][slot] = value
-            self._tables[name][slot] = value
-        self._seed[slot] = signed_seed(seed)
-        self._draw[slot] = drawn
+        self._registered[slot] = _Parameters(
+            temperature=1.0 if params.greedy else params.temperature,
+            top_p=params.top_p,
+            top_k=0 if params.top_k <= 0 or params.top_k >= self.vocab_size else params.top_k,
+            greedy=params.greedy or params.top_k == 1 or params.top_p == 0,
+            seed=signed_seed(seed),
+            draw=drawn,
+        )
         self._rows = None
+
+    def _write_tables(self) -> None:
+        """Bring what was registered to the device, all of it in two copies."""
+        new, self._registered = self._registered, {}
+        while max(new) >= self._seed.numel():
+            self._grow()
+        slots = torch.tensor(list(new))
+        self._cut[slots] = torch.tensor([p.top_k > 0 or p.top_p < 1 for p in new.values()])
+        self._greedy[slots] = torch.tensor([p.greedy for p in new.values()])
+        whole = torch.tensor([list(new), *([getattr(p, f) for p in new.values()] for f in _WHOLE)]).to(self.device)
+        real = torch.tensor([[p.temperature for p in new.values()], [p.top_p for p in new.values()]]).to(self.device)
+        index, self._tables["top_k"][whole[0]] = whole[0], whole[1]
+        self._tables["greedy"][index] = whole[2] != 0
+        self._seed[index], self._draw[index] = whole[3], whole[4]
+        self._tables["temperature"][index], self._tables["top_p"][index] = real[0], real[1]
+
+    def _grow(self) -> None:
+        old = [self._cut, self._greedy, *self._tables.values(), self._seed, self._draw]
+        self._allocate(2 * self._seed.numel())
+        for before, after in zip(
+            old, [self._cut, self._greedy, *self._tables.values(), self._seed, self._draw], strict=True
+        ):
+            after[: before.numel()] = before
 
     def _batch(self, context: Any, n: int) -> None:
         """Slots of the active rows; nothing is copied to the device while the batch stays the same."""
         rows = context.request_ids[context.paused_request_count : context.paused_request_count + n]
         if self._rows is not None and torch.equal(rows, self._rows):
             return
+        if self._registered:
+            self._write_tables()
         self._rows = rows.clone()
         index = rows.long()
-        self._slots = index.to(self.device, non_blocking=True)
-        host = {name: table[index] for name, table in self._host.items()}
-        self._plain = bool((host["top_k"] == 0).all() and (host["top_p"] >= 1).all())
-        self._greedy_only = bool(host["greedy"].all())
+        self._slots = index.to(self.device)
+        self._plain = not bool((self._cut[index] & ~self._greedy[index]).any())
+        self._greedy_only = bool(self._greedy[index].all())
 
     def sample_kernel(
         self,
@@ -124,13 +154,29 @@ class RequestSampler(Sampling):
             raise NotImplementedError("speculative decoding draws several tokens a request; the sampler draws one")
         self._batch(context, n)
         rows = logits[gather_indices[:n]] if gather_indices is not None else logits[:n]
-        rows = rows[:, : self.vocab_size]
-        tokens = rows.argmax(-1) if self._greedy_only else self._draw_tokens(rows)
-        self._draw[self._slots] += 1
         if output is None:
-            return tokens
-        output.copy_(tokens)
+            output = torch.empty(n, dtype=torch.long, device=self.device)
+        if self.fused and self._plain:
+            self._logprobs = self._draw_fused(rows, output)
+            return output
+        rows = rows[:, : self.vocab_size]
+        output.copy_(rows.argmax(-1) if self._greedy_only else self._draw_tokens(rows))
+        self._draw[self._slots] += 1
+        self._logprobs = None
         return output
+
+    def _draw_fused(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        from megatron_rollout.engine import triton_sampling  # Triton is only needed, and only there, on CUDA
+
+        t = self._tables
+        return triton_sampling.sample(
+            logits, self._slots, t["temperature"], t["greedy"], self._seed, self._draw, tokens, self.vocab_size
+        )
+
+    def take_logprobs(self) -> torch.Tensor | None:
+        """Logprobs [n] of the tokens drawn last, once; None where only the logits tell."""
+        logprobs, self._logprobs = self._logprobs, None
+        return logprobs
 
     def _draw_tokens(self, logits: torch.Tensor) -> torch.Tensor:
         table = {name: t[self._slots] for name, t in self._tables.items()}
@@ -167,27 +213,3 @@ def cut(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch
     outside |= before >= top_p[:, None]
     outside[:, 0] = False
     return torch.full_like(logits, -torch.inf).scatter_(-1, order, ordered.masked_fill(outside, -torch.inf))
-
-
-class Context(DynamicInferenceContext):
-    """megatron-core's context with lean logprobs: the full distribution is only made where alternatives are asked for."""
-
-    def calculate_log_probs_tensors(
-        self,
-        logits: torch.Tensor,
-        new_tokens: torch.Tensor,
-        only_last_token_logits: bool | None = False,
-        sampling: Any = None,
-        row_to_request: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        n = self.total_request_count - self.paused_request_count
-        if not only_last_token_logits or row_to_request is not None or not isinstance(sampling, RequestSampler):
-            return super().calculate_log_probs_tensors(
-                logits, new_tokens, only_last_token_logits, sampling, row_to_request
-            )
-        scaled = sampling._scaled(logits.squeeze(0), self)
-        normaliser = scaled.logsumexp(-1)
-        selected = scaled.gather(-1, new_tokens[:n, None])[:, 0] - normaliser
-        if bool((self.active_request_metadata["top_n_logprobs"][:n] > 0).any()):
-            return selected, scaled - normaliser[:, None]
-        return selected, scaled
