@@ -73,7 +73,7 @@ def effective_megatron_cfg(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Colocated: the dedicated one if there is one, else a copy of the training configuration. Otherwise the merged one.
     """
-    if _colocated(config):
+    if is_colocated(config):
         return dedicated_inference_megatron_cfg(config) or deepcopy(dict(config["megatron_cfg"]))
     return merged_inference_megatron_cfg(config)
 
@@ -81,7 +81,7 @@ def effective_megatron_cfg(config: Mapping[str, Any]) -> dict[str, Any]:
 def nvlink_domain_span(config: Mapping[str, Any]) -> int:
     """GPUs that must share an NVLink domain: those of the rollout layout and, colocated, of the training layout."""
     layouts = [layout_of(effective_megatron_cfg(config))]
-    if _colocated(config):
+    if is_colocated(config):
         layouts.append(layout_of(config["megatron_cfg"]))
     return _span(*(layout.parallel for layout in layouts))
 
@@ -121,5 +121,6 @@ def validate_settings(policy: Mapping[str, Any], *, recompute_kv_cache_after_wei
         raise ConfigError(problems)
 
 
-def _colocated(config: Mapping[str, Any]) -> bool:
+def is_colocated(config: Mapping[str, Any]) -> bool:
+    """Whether the trainer's processes generate as well."""
     return bool((config["generation"].get("colocated") or {}).get("enabled", False))

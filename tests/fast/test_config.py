@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from megatron_rollout.config import ConfigError, EngineConfig, LayoutConfig, RolloutConfig, Timeouts
 from megatron_rollout.construction import build_rollout_config
 from megatron_rollout.megatron_cfg import (

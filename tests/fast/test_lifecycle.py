@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
 from megatron_rollout.config import Timeouts
 from megatron_rollout.lifecycle import CellLifecycle, IllegalState, Transition
 from megatron_rollout.lifecycle_states import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from megatron_rollout.layout import ParallelLayout
 from megatron_rollout.weight_sync.membership import (
     NoLiveTrainer,
