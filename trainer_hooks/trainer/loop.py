@@ -29,6 +29,7 @@ def train(
     """Run `args.num_rollout` rollouts from where `args.load` left off (or from the start)."""
     checkpoints = Checkpoints(args, runtime, prompts)
     start = checkpoints.resume()
+    runtime.finish_generation()
     if start == 0:
         supervised_warmup(args, runtime, rollouts.tokenizer, report)
     refit(runtime, report)
@@ -39,6 +40,7 @@ def train(
         with report.phase("generate"):
             samples = rollouts.generate(rollout_id, prompts.next_batch(args.rollout_batch_size))
             runtime.accept(rollout_id, samples)
+            runtime.finish_generation()
         with report.phase("convert"):
             data = convert_samples_to_train_data(args, samples)
             report.add(rollout_metrics(data))

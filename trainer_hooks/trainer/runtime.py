@@ -115,6 +115,13 @@ class Runtime:
         """The samples enter the batch of this rollout: each will be trained once."""
         self.log.append("accepted", rollout_id=rollout_id, samples=[s.index for s in samples], roles=["actor"])
 
+    def finish_generation(self) -> None:
+        """Colocated: the engines make room for training until the next refit wakes them."""
+        if self.args.colocate:
+            answers = self.generation.call_all("release_memory", cells=sorted(self.generation.cells))
+            if failed := [a for a in answers.values() if isinstance(a, Exception)]:
+                raise failed[0]
+
     def refit(self) -> list[PairResult]:
         """Bring the trainer's weights into the rollout cells as a new version."""
         self.version += 1
