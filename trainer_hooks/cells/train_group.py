@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatron_rollout.cell import get, kill_actors, start_cell
@@ -120,56 +121,58 @@ class TrainGroup:
             if not failed:
                 self._configured = self.quorum
                 return self.quorum
-            for index, cause in failed.items():
-                self.mark_dead(index, cause)
-            if not self.live:
-                raise NoLiveCells("no trainer cell is left")
+            for index, error in failed.items():  # whatever it was, the cell did not come to the quorum
+                self.mark_dead(index, f"{type(error).__name__}: {error}")
 
     def _on_cells(
         self, call: Callable[[TrainerCellHandle], list[Any]], timeout_s: float
-    ) -> tuple[dict[int, list[Any]], dict[int, str]]:
-        """Call every live cell at once: (results by cell, causes of those that failed)."""
+    ) -> tuple[dict[int, list[Any]], dict[int, Exception]]:
+        """Call every live cell at once: (results by cell, errors of those that failed)."""
         results: dict[int, list[Any]] = {}
-        failed: dict[int, str] = {}
+        failed: dict[int, Exception] = {}
 
         def one(cell: TrainerCellHandle) -> None:
             try:
                 results[cell.index] = get(call(cell), timeout_s)
             except Exception as error:  # the cell's failure, whatever it is, is the caller's to judge
-                failed[cell.index] = f"{type(error).__name__}: {error}"
+                failed[cell.index] = error
 
         live = self.live
         with ThreadPoolExecutor(max(1, len(live))) as pool:
             list(pool.map(one, live))
         return results, failed
 
+    def _bury(self, failed: Mapping[int, Exception]) -> None:
+        """Mark the dead; raise what is no death: it would happen again on every cell."""
+        for index, error in failed.items():
+            if not _is_death(error):
+                raise error
+            self.mark_dead(index, f"{type(error).__name__}: {error}")
+
     # -- work ---------------------------------------------------------------------------------------------------
 
-    def split(self, data: Mapping[str, Any]) -> dict[int, Any]:
-        """Shards of `data` for the quorum's cells, once, each in the object store once: {cell: reference}."""
+    def split(self, data: Mapping[str, Any]) -> dict[int, tuple[Any, Any]]:
+        """Shards of `data` for the quorum's cells: {cell: (shard, its reference in the object store)}."""
         import ray
 
         shards = split_train_data_by_dp(self.args, data, dp_size=self.quorum.world)
-        check_global_batch_size(
-            {c: s.get("dynamic_global_batch_size") for c, s in zip(self.quorum.cells, shards, strict=True)}
-        )
-        return {cell: ray.put(shard) for cell, shard in zip(self.quorum.cells, shards, strict=True)}
+        by_cell = dict(zip(self.quorum.cells, shards, strict=True))
+        check_global_batch_size({c: s.get("dynamic_global_batch_size") for c, s in by_cell.items()})
+        return {cell: (shard, ray.put(shard)) for cell, shard in by_cell.items()}
 
     def logprobs(self, data: Mapping[str, Any], *, reference: bool = False) -> list[Any]:
         """Logprobs of each sample's response, in the order of `data`; re-split and done again if a cell dies."""
         while True:
             self.form_quorum()
-            shards = split_train_data_by_dp(self.args, data, dp_size=self.quorum.world)
-            by_cell = dict(zip(self.quorum.cells, shards, strict=True))
+            shards = self.split(data)
             results, failed = self._on_cells(
-                lambda c: [a.logprobs.remote(by_cell[c.index], reference) for a in c.actors], self.timeouts.progress_s
+                partial(_logprobs, shards=shards, reference=reference), self.timeouts.progress_s
             )
             if not failed:
-                for cell, shard in by_cell.items():
+                for cell, (shard, _) in shards.items():
                     shard["log_probs"] = results[cell][0]
-                return merge_shards(shards)["log_probs"]
-            for index, cause in failed.items():
-                self.mark_dead(index, cause)
+                return merge_shards([shard for shard, _ in shards.values()])["log_probs"]
+            self._bury(failed)
 
     def train_step(self, step: Step, data: Mapping[str, Any], *, objective: str = "policy") -> dict[str, Any]:
         """One optimizer step on `data` by whoever is alive; returns its metrics. Raises StepFailed, NoLiveCells."""
@@ -187,10 +190,11 @@ class TrainGroup:
         raise StepFailed(f"{step} was discarded {self.max_attempts} times; last cause: {cause}")
 
     def _attempt(
-        self, attempt: Attempt, shards: Mapping[int, Any], objective: str
+        self, attempt: Attempt, shards: Mapping[int, tuple[Any, Any]], objective: str
     ) -> tuple[dict[str, Any] | None, str]:
         def train(cell: TrainerCellHandle) -> dict[str, float]:
-            refs = [a.train.remote(attempt, shards[cell.index], objective) for a in cell.actors]
+            shard, reference = shards[cell.index]
+            refs = [a.train.remote(attempt, reference, objective) for a in cell.actors]
             try:
                 result = get(refs, self.timeouts.attempt_s)[0]
             except Exception as error:
@@ -198,6 +202,7 @@ class TrainGroup:
                 if _is_death(error):
                     self.mark_dead(cell.index, str(error).splitlines()[0])
                 return {}
+            self._note("trained", **attempt.to_dict(), cell=cell.index, samples=list(shard.get("sample_indices", ())))
             self.arbiter.vote(attempt, cell.index, COMMIT)
             return result
 
@@ -209,8 +214,8 @@ class TrainGroup:
             lambda c: [a.finish.remote(attempt, decision.commit, self.checksums) for a in c.actors],
             self.timeouts.progress_s,
         )
-        for index, cause in failed.items():  # a cell that cannot act on the decision is out of step for good
-            self.mark_dead(index, cause)
+        for index, error in failed.items():  # a cell that cannot act on the decision is out of step for good
+            self.mark_dead(index, f"{type(error).__name__}: {error}")
         if not decision.commit:
             return None, decision.cause
         if not finished:
@@ -249,6 +254,10 @@ class TrainGroup:
         for cell in self.live:
             cell.alive = False
             kill_actors(cell.actors, cell.pids, self.timeouts.kill_s)
+
+
+def _logprobs(cell: TrainerCellHandle, *, shards: Mapping[int, tuple[Any, Any]], reference: bool) -> list[Any]:
+    return [a.logprobs.remote(shards[cell.index][1], reference) for a in cell.actors]
 
 
 def _is_death(error: BaseException) -> bool:

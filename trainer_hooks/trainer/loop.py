@@ -39,7 +39,7 @@ def train(
         report.begin(rollout_id, live_cells=(len(runtime.group.live), len(runtime.generation.live_cells)))
         with report.phase("generate"):
             samples = rollouts.generate(rollout_id, prompts.next_batch(args.rollout_batch_size))
-            runtime.accept(rollout_id, samples)
+            runtime.accept(rollout_id, samples, rollouts.generated_by)
             runtime.finish_generation()
         with report.phase("convert"):
             data = convert_samples_to_train_data(args, samples)

@@ -39,19 +39,23 @@ class Rollouts:
         self.context_length = context_length
         self.sampling = sampling
         self.tokens_generated = 0
+        self.generated_by: dict[int, list[int]] = {}
 
     def generate(self, rollout_id: int, samples: Sequence[Sample], *, greedy: bool = False) -> list[Sample]:
         """Fill in responses and rewards of `samples`, in place, and return them.
 
         A prompt that is longer than the context is not generated: it becomes an empty, truncated sample of reward 0,
-        which the metrics count. Raises GenerationFailed if too many samples failed.
+        which the metrics count. `generated_by` says afterwards which cell made which samples (-1: none did).
+        Raises GenerationFailed if too many samples failed.
         """
+        self.generated_by = {}
         params = replace(self.sampling, temperature=0.0) if greedy else self.sampling
         requests, waiting = [], []
         for sample in samples:
             prompt = self.prompt_ids(sample)
             if len(prompt) > self.context_length:
                 self._too_long(sample, prompt)
+                self.generated_by.setdefault(-1, []).append(sample.index)
                 continue
             seed = sample_seed(self.args.rollout_seed, rollout_id, sample.index)
             requests.append(
@@ -67,6 +71,7 @@ class Rollouts:
         self.generation.check_failures(outputs)
         for sample, output in zip(waiting, outputs, strict=True):
             self._fill(sample, output)
+            self.generated_by.setdefault(-1 if output.cell is None else output.cell, []).append(sample.index)
         asyncio.run(self._rewards([s for s in waiting if s.status != Sample.Status.FAILED]))
         return list(samples)
 

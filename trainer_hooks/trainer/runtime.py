@@ -111,8 +111,10 @@ class Runtime:
 
     # -- during the run -----------------------------------------------------------------------------------------
 
-    def accept(self, rollout_id: int, samples: Sequence[Sample]) -> None:
+    def accept(self, rollout_id: int, samples: Sequence[Sample], generated_by: Mapping[int, list[int]]) -> None:
         """The samples enter the batch of this rollout: each will be trained once."""
+        for cell, indices in sorted(generated_by.items()):
+            self.log.append("generated", rollout_id=rollout_id, cell=cell, samples=indices)
         self.log.append("accepted", rollout_id=rollout_id, samples=[s.index for s in samples], roles=["actor"])
 
     def finish_generation(self) -> None:
