@@ -79,6 +79,7 @@ class TrainGroup:
         start_cell(cell.actors, timeout_s=limit)
         cell.pids = get([a.pid.remote() for a in cell.actors], limit)
         get([a.start_trainer.remote(self.spec, cell=cell.index, timeouts=self.timeouts) for a in cell.actors], limit)
+        self._note("heal", role=self.spec.role, cell=cell.index, incarnation=0, source=None, version=0)
 
     def start_colocated(self, spec: RolloutSpec) -> None:
         """Let every cell generate with its own weights, in its own processes."""

@@ -29,6 +29,7 @@ from megatron_rollout.device import device, on_gpu, synchronize
 from megatron_rollout.engine import paged_attention
 from megatron_rollout.engine.bookkeeping import BatchEngine, Controller, Detokenizer
 from megatron_rollout.engine.context import Context
+from megatron_rollout.engine.model import enable_cuda_graphs
 from megatron_rollout.engine.sampling import RequestSampler
 from megatron_rollout.requests import GenerationOutput, GenerationRequest, TokenDelta
 
@@ -90,6 +91,9 @@ class Engine:
         self._ready: list[GenerationOutput] = []
         self._pending_version: int | None = None
         model.eval()
+        graphs = on_gpu() and config.cuda_graph_impl == "local"
+        if graphs:
+            enable_cuda_graphs(model, scope=config.inference_cuda_graph_scope, pg_collection=pg_collection)
         self.context = Context(
             model.config,
             InferenceConfig(
@@ -106,7 +110,7 @@ class Engine:
                 logprobs_mode="processed_logprobs",
                 use_cuda_graphs_for_non_decode_steps=config.use_cuda_graphs_for_non_decode_steps,
                 async_sched_mode=AsyncScheduleMode(config.async_sched_mode if on_gpu() else "legacy"),
-                num_cuda_graphs=config.num_cuda_graphs if model.config.cuda_graph_impl == "local" else None,
+                num_cuda_graphs=config.num_cuda_graphs if graphs else None,
                 pg_collection=pg_collection,
             ),
         )
