@@ -61,7 +61,9 @@ class Architecture:
         }
         for name, size in sizes.items():
             if size % tp:
-                problems.append(f"{option_prefix}tensor-model-parallel-size {tp} does not divide the model's {name} {size}")
+                problems.append(
+                    f"{option_prefix}tensor-model-parallel-size {tp} does not divide the model's {name} {size}"
+                )
         if self.num_layers % pp:
             problems.append(
                 f"{option_prefix}pipeline-model-parallel-size {pp} does not divide the model's "
@@ -79,7 +81,9 @@ def read_architecture(checkpoint: str | Path) -> Architecture:
     """
     path = Path(checkpoint) / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; a Hugging Face checkpoint directory with a config.json is needed")
+        raise FileNotFoundError(
+            f"{path}: no such file; a Hugging Face checkpoint directory with a config.json is needed"
+        )
     try:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -142,7 +146,9 @@ def _rope_factor(config: Mapping[str, Any]) -> float | None:
 
 
 def _refusals(config: Mapping[str, Any], family: str) -> list[str]:
-    problems = [f"{key}={config[key]}: mixture-of-experts models are not supported" for key in _MOE_KEYS if config.get(key)]
+    problems = [
+        f"{key}={config[key]}: mixture-of-experts models are not supported" for key in _MOE_KEYS if config.get(key)
+    ]
     if config.get("vision_config") or config.get("audio_config"):
         problems.append("multimodal models are not supported")
     if config.get("quantization_config"):
@@ -152,7 +158,9 @@ def _refusals(config: Mapping[str, Any], family: str) -> list[str]:
     if config.get("mlp_bias"):
         problems.append("mlp_bias=true is not supported")
     if config.get("attention_bias"):
-        problems.append(f"attention_bias=true is not supported for {family} (it also puts a bias on the output projection)")
+        problems.append(
+            f"attention_bias=true is not supported for {family} (it also puts a bias on the output projection)"
+        )
     if config.get("use_sliding_window"):
         problems.append("use_sliding_window=true is not supported")
     if config.get("partial_rotary_factor", 1.0) != 1.0:
@@ -161,7 +169,9 @@ def _refusals(config: Mapping[str, Any], family: str) -> list[str]:
     if kind == "llama3":
         for name, value in _LLAMA3_ROPE.items():
             if parameters.get(name) != value:
-                problems.append(f"rope scaling llama3 with {name}={parameters.get(name)} is not supported, only {value}")
+                problems.append(
+                    f"rope scaling llama3 with {name}={parameters.get(name)} is not supported, only {value}"
+                )
         if not parameters.get("factor"):
             problems.append("rope scaling llama3 lacks its factor")
     elif kind != "default":

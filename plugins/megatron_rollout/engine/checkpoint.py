@@ -40,6 +40,9 @@ class HFReader:
             raise FileNotFoundError(f"{self.directory}: neither {SINGLE} nor {INDEX} is there")
         self._open: dict[str, Any] = {}
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
     def __call__(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         if name not in self.files:
             raise KeyError(f"{self.directory}: no tensor {name!r}")
@@ -55,6 +58,8 @@ def load_hf(model: torch.nn.Module, weights: WeightMap, directory: str | Path) -
     read = HFReader(directory)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if weights.may_lack(name) and not all(n in read for n in weights.mapping(name).names):
+                continue
             parameter.copy_(weights.local(name, parameter.shape, read))
 
 

@@ -16,10 +16,23 @@ from typing import Any
 import torch
 import torch.utils._device
 
-_FACTORIES = (
-    "tensor zeros ones empty full arange rand randn randint empty_like zeros_like ones_like full_like as_tensor "
-    "empty_strided"
-).split()
+_FACTORIES = [
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "randint",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "as_tensor",
+    "empty_strided",
+]
 _KV_BUFFER_BYTES_ASSUMED_FREE = 8 << 30  # megatron-core only compares its KV buffer with the free memory
 _installed = False
 

@@ -90,7 +90,7 @@ class Engine:
         self._next_slot = 0
         self._ready: list[GenerationOutput] = []
         self._pending_version: int | None = None
-        model.eval()
+        self.model = model.eval()
         graphs = on_gpu() and config.cuda_graph_impl == "local"
         if graphs:
             enable_cuda_graphs(model, scope=config.inference_cuda_graph_scope, pg_collection=pg_collection)
@@ -391,6 +391,7 @@ class Engine:
 
     def resume(self) -> None:
         """Take the KV cache back; requests in flight go on (recomputed where the mode says so). Idempotent."""
+        self.model.eval()  # a colocated trainer shares the model and leaves it in training mode
         self.engine.resume()
 
     @property

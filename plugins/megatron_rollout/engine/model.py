@@ -73,17 +73,24 @@ def transformer_config(
     return TransformerConfig(**fields)
 
 
-def generation_overrides(engine: Any) -> dict[str, Any]:
-    """Overrides of `transformer_config` for a model that an engine with the settings `engine` (EngineConfig) will run.
+def enable_cuda_graphs(
+    model: GPTModel, *, scope: str = "block", pg_collection: ProcessGroupCollection | None = None
+) -> None:
+    """Let an engine capture CUDA graphs of `model`: one for the whole decoder ("block") or one a layer ("layer").
 
-    CUDA graphs are a property of the model in megatron-core: without these it runs without them.
+    megatron-core decides this when it builds the layers; here it is decided when an engine is built, so that a model
+    which trains can also generate with graphs. Its training never enters those of a block, but those of layers: use
+    "layer" for a model that only generates. Idempotent. Needs random states that can be captured (`init_megatron`).
     """
-    if not on_gpu() or engine.cuda_graph_impl == "none":
-        return {}
-    return {
-        "cuda_graph_impl": engine.cuda_graph_impl,
-        "inference_cuda_graph_scope": engine.inference_cuda_graph_scope,
-    }
+    from megatron.core.transformer.cuda_graphs import CudaGraphManager
+    from megatron.core.transformer.enums import InferenceCudaGraphScope
+
+    config = model.config
+    config.cuda_graph_impl, config.cuda_graph_modules = "local", []
+    config.inference_cuda_graph_scope = InferenceCudaGraphScope[scope]
+    for module in [model.decoder] if scope == "block" else model.decoder.layers:
+        if not hasattr(module, "cudagraph_manager"):
+            module.cudagraph_manager = CudaGraphManager(config, need_backward=False, pg_collection=pg_collection)
 
 
 def build_model(
@@ -120,3 +127,14 @@ def build_model(
         pg_collection=groups,
     )
     return model.to(device())
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module, *, seed: int, std: float = 0.02) -> None:
+    """Normal matrices, norms of one, biases of zero, drawn on the model's own device."""
+    generator = torch.Generator(device()).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0.0, std, generator=generator)
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -30,7 +30,9 @@ def install(backend: str = "auto") -> str:
         backend = "flash" if has_flash else ("triton" if on_gpu() else "torch")
     if backend == "flash":
         if not has_flash:
-            raise ValueError("attention backend 'flash' needs CUDA and a flash-attn package; neither 4, 3 nor 2 is here")
+            raise ValueError(
+                "attention backend 'flash' needs CUDA and a flash-attn package; neither 4, 3 nor 2 is here"
+            )
         _pin_flash_attn_4_splits(module)
         return backend
     if backend == "triton":

@@ -58,7 +58,9 @@ def _kernel(
             biggest = new
         out = acc / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(
-            OUT + (first + rows)[:, None] * o_token + head * o_head + dims[None], out.to(OUT.dtype.element_ty), mask=real_q
+            OUT + (first + rows)[:, None] * o_token + head * o_head + dims[None],
+            out.to(OUT.dtype.element_ty),
+            mask=real_q,
         )
 
 

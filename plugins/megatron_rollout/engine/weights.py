@@ -45,10 +45,16 @@ _LAYER = {
 
 
 class WeightMap:
-    """Weights of one rank's shard: tensor-parallel rank `tp_rank` of `tp`, layers from `layer_offset` on."""
+    """Weights of one rank's shard: tensor-parallel rank `tp_rank` of `tp`, layers from `layer_offset` on.
 
-    def __init__(self, architecture: Architecture, *, tp: int, tp_rank: int, layer_offset: int) -> None:
+    value_head: the output layer is one row, a value. transformers calls such a tensor score.weight.
+    """
+
+    def __init__(
+        self, architecture: Architecture, *, tp: int, tp_rank: int, layer_offset: int, value_head: bool = False
+    ) -> None:
         self.architecture = architecture
+        self.value_head = value_head
         self.tp = tp
         self.tp_rank = tp_rank
         self.layer_offset = layer_offset
@@ -60,6 +66,8 @@ class WeightMap:
         """
         if name == "embedding.word_embeddings.weight":
             return Mapping("one", ("model.embed_tokens.weight",), 0)
+        if name == "output_layer.weight" and self.value_head:
+            return Mapping("one", ("score.weight",), None)
         if name == "output_layer.weight":
             tied = self.architecture.tied_embeddings
             return Mapping("one", ("model.embed_tokens.weight" if tied else "lm_head.weight",), 0)
@@ -72,6 +80,11 @@ class WeightMap:
                 prefix = f"model.layers.{int(layer) + self.layer_offset}."
                 return Mapping(kind, tuple(prefix + n for n in names), dim)
         raise KeyError(f"no Hugging Face tensor is known for the parameter {name!r}")
+
+    def may_lack(self, name: str) -> bool:
+        """Whether a checkpoint may lack parameter `name`, which then keeps what it was initialised with: a value head
+        is in no policy's checkpoint."""
+        return self.value_head and name == "output_layer.weight"
 
     def shapes(self, mapping: Mapping, local: torch.Size) -> tuple[tuple[int, ...], ...]:
         """Full shapes of the Hugging Face tensors behind a parameter whose shard has shape `local`."""
