@@ -55,8 +55,9 @@ class Router:
     is in that cell's prefix cache, as long as that cell is at most `max_imbalance_tokens` ahead of the least loaded.
 
     max_in_flight: requests a cell is given at once (None: all of them); the rest waits here, so that a slow cell takes
-    less of a batch and not just longer. max_deaths: after that many cells went down under one request it is returned by `lost()` instead of being tried
-    once more, since it may well be the cause. remembered_groups: how many prompts are remembered for affinity.
+    less of a batch and not just longer. max_deaths: after that many cells went down under one request it is returned by
+    `lost()` instead of being tried once more, since it may well be the cause. remembered_groups: how many prompts are
+    remembered for affinity.
 
     Raises:
         ValueError: no cell, one index twice, a bound that is not positive.

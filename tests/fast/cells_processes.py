@@ -69,19 +69,23 @@ class Member:
 class Members:
     """Some members and the store they meet at."""
 
-    def __init__(self, count: int, **options: Any) -> None:
+    def __init__(self, count: int, *, devices: list[str] | None = None, **options: Any) -> None:
         from trainer_hooks.cells.store import StoreServer
 
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["trainer_hooks.cells.group", "trainer_hooks.cells.state_transfer"])
         self._options = options
+        self._devices = devices
         self.store = StoreServer()
         self.quorum_id = 0
-        self._all = [Member(index, self._context, options) for index in range(count)]
-        self.live = list(self._all)
+        self._all: list[Member] = []
+        self.live: list[Member] = []
+        for index in range(count):
+            self.replace(index)
 
     def replace(self, index: int) -> Member:
-        member = Member(index, self._context, self._options)
+        device = {} if self._devices is None else {"device": self._devices[index]}
+        member = Member(index, self._context, {**self._options, **device})
         self._all.append(member)
         self.live = sorted([m for m in self.live if m.index != index] + [member], key=lambda m: m.index)
         return member
@@ -121,6 +125,8 @@ def _serve(index: int, pipe: Connection, side: Connection, options: dict[str, An
     from trainer_hooks.cells.group import CrossCellGroup
 
     torch.set_num_threads(1)
+    if "device" in options:
+        options["device"] = torch.device(options["device"])
     cell = _Cell(index, CrossCellGroup("actor", **options))
 
     def listen() -> None:
@@ -162,7 +168,7 @@ class _Cell:
         import torch
 
         for _ in range(rounds):
-            tensor = torch.full((elements,), float(self.index + 1))
+            tensor = torch.full((elements,), float(self.index + 1), device=self.group.device)
             self.group.all_reduce([tensor], op, deadline_s=deadline_s)
             if not bool((tensor == tensor[0]).all()):
                 raise AssertionError("the sum differs within one tensor")
@@ -183,7 +189,7 @@ class _Cell:
         self.group.check_equal(values)
 
     def do_make_state(self, seed: int, mib: int = 1) -> None:
-        self.state = sample_state(seed, mib)
+        self.state = sample_state(seed, mib, self.group.device)
 
     def do_send(self, peer: int, chunk_bytes: int = 1 << 20, slow_s: float = 0.0) -> Any:
         from trainer_hooks.cells import state_transfer
@@ -215,7 +221,7 @@ class _Cell:
         """Returns the digest of what came and how many times more than the chunks it took of memory."""
         from trainer_hooks.cells.state_transfer import receive_state
 
-        into = sample_state(seed + 1000, mib) if in_place else None
+        into = sample_state(seed + 1000, mib, self.group.device) if in_place else None
         kept = into["params"]["w"] if into is not None else None
         self.state, transfer = receive_state(self.group, peer, into=into)
         same = kept is not None and kept.data_ptr() == self.state["params"]["w"].data_ptr()
@@ -258,15 +264,15 @@ def mixed_tensors(seed: int) -> list[Any]:
     ]
 
 
-def sample_state(seed: int, mib: int = 1) -> dict[str, Any]:
-    """Parameters that share one flat buffer, optimizer state, RNG states and everything else a cell has."""
+def sample_state(seed: int, mib: int = 1, device: Any = "cpu") -> dict[str, Any]:
+    """Parameters that share one flat buffer (on `device`), optimizer and RNG states, and what else a cell has."""
     import random
 
     import numpy as np
     import torch
 
     draw = torch.Generator().manual_seed(seed)
-    flat = torch.randn(mib * (1 << 18), generator=draw)
+    flat = torch.randn(mib * (1 << 18), generator=draw).to(device)
     random.seed(seed)
     numpy_state = np.random.RandomState(seed).get_state()
     return {
@@ -298,7 +304,7 @@ def digest(state: Any) -> str:
         sha.update(type(value).__name__.encode())
         if isinstance(value, torch.Tensor):
             sha.update(f"{value.dtype}{tuple(value.shape)}{value.stride()}".encode())
-            sha.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+            sha.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
         elif isinstance(value, np.ndarray):
             sha.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
         elif isinstance(value, dict):

@@ -362,5 +362,5 @@ class ArbiterMachine(RuleBasedStateMachine):
 
 TestArbiterMachine = ArbiterMachine.TestCase
 TestArbiterMachine.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import product
 
@@ -262,3 +264,14 @@ def test_timeouts_name_every_violation() -> None:
         CellTimeouts(attempt_s=10)
     with pytest.raises(ValueError, match="whole number"):
         CellTimeouts(heartbeat_misses=2.5)  # type: ignore[arg-type]
+
+
+def test_pure_modules_import_neither_ray_nor_torch() -> None:
+    cells = ["state", "quorum", "pairing", "watchdog", "control", "timeouts", "events", "event_log", "arbiter", "audit"]
+    modules = [f"trainer_hooks.cells.{name}" for name in cells] + [
+        "megatron_rollout.health",
+        "megatron_rollout.routing",
+    ]
+    code = f"import sys, {', '.join(modules)}; print([m for m in ('ray', 'torch', 'torchft') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

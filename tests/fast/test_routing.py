@@ -97,6 +97,22 @@ def test_a_request_under_which_cells_keep_dying_is_given_up_and_named() -> None:
     router.submit(request("poison"))  # its id is free again
 
 
+def test_a_slow_cell_takes_less_of_a_batch_when_each_may_hold_only_so_many() -> None:
+    router = Router([0, 1], max_in_flight=2)
+    router.submit(*[request(str(i)) for i in range(7)])
+    flying = router.take()
+    assert [a.cell for a in flying] == [0, 1, 0, 1] and router.held == 3
+    for assignment in flying:
+        if assignment.cell == 1:
+            assert router.complete(assignment.request.request_id, assignment.ticket)
+    assert [a.cell for a in router.take()] == [1, 1], "the cell that is done takes the next ones"
+    assert router.cell_down(0) == 2 and router.take() == [], "cell 1 is full"
+    router.cell_up(0)
+    assert [(a.request.request_id, a.cell) for a in router.take()] == [("0", 0), ("2", 0)]
+    with pytest.raises(ValueError, match="max_in_flight must be >= 1, got 0"):
+        Router([0], max_in_flight=0)
+
+
 def test_withdraw() -> None:
     router = Router([0])
     router.submit(request("a"))

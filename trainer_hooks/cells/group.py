@@ -104,7 +104,7 @@ class CrossCellGroup:
         device: torch.device | None = None,
         host: str = "127.0.0.1",
         timeouts: CellTimeouts | None = None,
-        bucket_bytes: int = 32 << 20,
+        bucket_bytes: int = 16 << 20,
         progress: Callable[[], None] | None = None,
     ) -> None:
         if backend not in ("gloo", "nccl"):
@@ -164,6 +164,7 @@ class CrossCellGroup:
                 )
             if quorum_id <= self._aborted_through:
                 raise StaleConfiguration(f"{self.role}: quorum {quorum_id} was aborted before it was formed")
+            old = self._lane
             self._leave("reconfigured")
             self._key, self.rank, self.world = (quorum_id, attempt), rank, world
             self._seen.clear()
@@ -177,8 +178,11 @@ class CrossCellGroup:
         prefix = f"{store_address}/{self.role}/q{quorum_id}.{attempt}/r{self.megatron_rank}"
 
         def form() -> None:
-            if self.device.type == "cuda":
+            if self._backend == "nccl":
                 torch.cuda.set_device(self.device)
+                # NCCL takes down one communicator and sets up another on the same device only in turn.
+                if old is not None:
+                    old.join(_GRACE_S)
             group.configure(prefix, f"{self.role}-{rank}", rank, world, quorum_id)
 
         self._wait(lane, lane.submit("forming the group", form), self.timeouts.configure_s)

@@ -61,17 +61,13 @@ class Lane:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._error: GroupError | None = None
+        self._interrupter: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name=f"lane {name}", daemon=True)
         self._thread.start()
 
     @property
     def error(self) -> GroupError | None:
         return self._error
-
-    @property
-    def running(self) -> bool:
-        """Whether the thread is still there (after a failure: whether something was left behind)."""
-        return self._thread.is_alive()
 
     def submit(self, what: str, call: Callable[[], Any]) -> Job:
         """Queues an operation. Raises what ended the lane, if it has ended."""
@@ -116,7 +112,16 @@ class Lane:
             self._changed.notify_all()
         self._jobs.put(None)
         if self._interrupt is not None:
-            threading.Thread(target=self._interrupt, name=f"interrupt {self.name}", daemon=True).start()
+            self._interrupter = threading.Thread(target=self._interrupt, name=f"interrupt {self.name}", daemon=True)
+            self._interrupter.start()
+
+    def join(self, seconds: float) -> bool:
+        """Waits until nothing of a failed lane is left; False if something still is."""
+        until = time.monotonic() + seconds
+        for thread in (self._interrupter, self._thread):
+            if thread is not None:
+                thread.join(max(0.0, until - time.monotonic()))
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
