@@ -13,7 +13,7 @@ from megatron_rollout.device import release_cached_memory
 from megatron_rollout.engine.architecture import Architecture, read_architecture
 from megatron_rollout.engine.checkpoint import load_hf
 from megatron_rollout.engine.engine import Engine
-from megatron_rollout.engine.model import build_model, generation_overrides, transformer_config
+from megatron_rollout.engine.model import build_model, randomize, transformer_config
 from megatron_rollout.engine.weights import WeightMap
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ class RolloutRank:
         self.paused = False
         self.weights_landed = model is not None or spec.load_weights
         self.shares_model = model is not None
+        if self.shares_model and spec.engine.inference_cuda_graph_scope == "layer":
+            raise ValueError("inference_cuda_graph_scope 'layer' would capture training too; a shared model takes 'block'")
         if model is None:
             config = transformer_config(
                 self.architecture,
@@ -50,7 +52,7 @@ class RolloutRank:
                 pp=spec.pp,
                 sequence_parallel=spec.sequence_parallel,
                 dtype=getattr(torch, spec.dtype),
-                **generation_overrides(spec.engine) | spec.model_overrides,
+                **spec.model_overrides,
             )
             model = build_model(
                 self.architecture,
@@ -121,6 +123,10 @@ class RolloutRank:
 
     def do_set_weight_version(self, version: int) -> None:
         self.engine.set_version(version)
+
+    def do_randomize_weights(self, version: int, seed: int = 0, std: float = 0.02) -> None:
+        """Draw the weights instead of receiving them: for load tests with a checkpoint that is only a config.json."""
+        self.refit(version, lambda: randomize(self.model, seed=seed + self.groups.tp.rank(), std=std))
 
     def do_checksum(self) -> dict[str, str]:
         """Checksum of every Hugging Face tensor, from all ranks of the cell."""
