@@ -23,6 +23,12 @@ from trainer_hooks.cells.quorum import Attempt, Member, Quorum, Step
 Events = list[tuple[str, dict[str, Any]]]
 
 
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of small logs are written here and no machine loses power; test_cells_arbiter.py is about fsync."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
 class Run:
     """Writes the log of a small run. `edit` sees the events before they are written, so that a test can break one rule
     while the file itself stays intact."""

@@ -179,6 +179,7 @@ def test_a_saved_quorum_goes_on_growing() -> None:
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 3), st.integers(1, 3), min_size=1), max_size=20))
+@settings(deadline=None)
 def test_quorum_history(history: list[dict[int, int]]) -> None:
     quorum, before = Quorum(), None
     for live in history:
@@ -244,7 +245,7 @@ def test_pairs() -> None:
 
 
 @given(st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), min_size=1))))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_every_rollout_cell_has_one_live_source(case: tuple[int, set[int]]) -> None:
     cells, live = case
     plan = plan_pairs(cells, live, range(12))
