@@ -276,12 +276,12 @@ class Runtime:
 
     def close(self) -> None:
         """End every process of the run. Idempotent."""
-        for name in ("generation", "group"):
-            part = getattr(self, name, None)
-            if part is not None and not (name == "generation" and self.args.colocate):
-                part.shutdown()
         if (generation := getattr(self, "generation", None)) is not None:
             generation.dispatcher.close()
+            if not self.args.colocate:
+                generation.shutdown()
+        if (group := getattr(self, "group", None)) is not None:
+            group.shutdown()
         if (store := getattr(self, "_store", None)) is not None:
             store.close()
         if (log := getattr(self, "log", None)) is not None:
