@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("log", help="event log of a run (JSONL)")
     parser.add_argument("--unfinished", action="store_true", help="the run still goes on, or was killed")
     parser.add_argument("--shrinks", type=int, help="exactly so many members must have left a quorum")
-    parser.add_argument("--heals", type=int, help="exactly so many cells must have been healed after their first start")
+    parser.add_argument("--heals", type=int, help="exactly so many cells must have been healed by a peer")
     options = parser.parse_args(argv)
     try:
         torn = is_torn(options.log)

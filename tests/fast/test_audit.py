@@ -234,6 +234,23 @@ def test_every_broken_rule_is_found(name: str, tmp_path: Path) -> None:
     assert main([str(path)]) == 1
 
 
+def test_a_restarted_driver_begins_with_new_processes(tmp_path: Path) -> None:
+    run = failures(tmp_path / "log")
+    drop(run.events, "run_finished")
+    run.say("checkpoint", checkpoint="c3", steps={"actor": [3, 0]}, version=run.version)
+    run.say("fault_injected", fault="driver", side="driver", cell=0, how="SIGKILL", kills=False)
+    run.start(resumed=True)
+    run.say("fault_observed", fault="driver")
+    run.say("restored", checkpoint="c3", steps={"actor": [3, 0]}, version=run.version, lost_rollouts=[])
+    run.incarnations = {0: 1, 1: 1}
+    run.quorum = run.quorum.restored()
+    run.report()
+    samples = run.generate(4)
+    run.commit(4, samples, run.attempt(4, samples))
+    run.say("run_finished", rollouts=5)
+    assert audit(read_events(run.write()), shrinks=1, heals=1).problems == []
+
+
 def test_wrong_counts_of_shrinks_and_heals_are_found(tmp_path: Path) -> None:
     path = failures(tmp_path / "log").write()
     assert audit(read_events(path), shrinks=2, heals=0).problems == [

@@ -41,7 +41,7 @@ def audit(
     """Checks a whole log (as `read_events` returns it: the chain is already verified).
 
     unfinished: accept a log that does not end with `run_finished`; samples that are not committed yet are then fine.
-    shrinks, heals: exactly so many members must have left quorums, and been healed after their first start.
+    shrinks, heals: exactly so many members must have left quorums, and been healed by a peer.
     """
     walk = Walk()
     rules: list[Rules] = [kind(walk) for kind in (StepRules, MembershipRules, WeightRules, FaultRules)]

@@ -21,6 +21,13 @@ class MembershipRules(Rules):
         self._dead: set[tuple[str, _Process]] = set()
         self._healed: set[_Process] = set()
 
+    def on_run_started(self, event: Event) -> None:
+        """No process outlives its driver: incarnations may begin again, quorum ids go on."""
+        self._gone.clear()
+        self._dead.clear()
+        self._healed.clear()
+        self._quorums = {role: (quorum_id, {}) for role, (quorum_id, _) in self._quorums.items()}
+
     def on_quorum(self, event: Event) -> None:
         role, quorum_id = event["role"], event["quorum_id"]
         members = {cell: incarnation for cell, incarnation in event["members"]}
@@ -65,7 +72,7 @@ class MembershipRules(Rules):
         if process in self._healed:
             self.walk.problem(f"cell {event['cell']} ({event['incarnation']}) is healed a second time")
         self._healed.add(process)
-        if event["incarnation"] > 1:
+        if event["source"] is not None:
             self.walk.counts["heals"] += 1
 
     def on_restored(self, event: Event) -> None:
