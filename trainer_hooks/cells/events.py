@@ -109,8 +109,8 @@ KINDS: dict[str, Kind] = {
         durable=True,
     ),
     "fault_injected": Kind(
-        "A test broke something. fault: its id. kills: whether this cell's death is the expected effect; where one fault "
-        "kills several cells (a node), each gets an event with an id of its own.",
+        "A test broke something. fault: its id. kills: whether this cell's death is the expected effect; where one "
+        "fault kills several cells (a node), each gets an event with an id of its own.",
         {"fault": str, "side": (*SIDES, "driver", "node"), "cell": int, "how": str, "kills": bool},
         {**_ROLE, "moment": str},
         durable=True,
