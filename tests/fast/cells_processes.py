@@ -102,7 +102,7 @@ class Members:
         for member in members:
             member.start("pid")
         for member in members:
-            member.result(timeout=200)  # a first start imports torch, on a machine that may be busy
+            member.result(timeout=400)  # a first start imports torch, on a machine that may be busy
         for rank, member in enumerate(members):
             member.start(
                 "configure", address=self.store.address, quorum_id=self.quorum_id, rank=rank, world=len(members)

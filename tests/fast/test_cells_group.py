@@ -20,7 +20,7 @@ from trainer_hooks.cells.group import Aborted, CrossCellGroup, GroupUnusable, St
 from trainer_hooks.cells.store import StoreServer
 from trainer_hooks.cells.timeouts import CellTimeouts
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 #: Long enough that a test which waits for it has failed.
 TIMES = CellTimeouts(collective_s=45, configure_s=20, transfer_stall_s=20)

@@ -22,7 +22,7 @@ from trainer_hooks.cells.state_transfer import positional_sum, send_state
 from trainer_hooks.cells.state_tree import StateError
 from trainer_hooks.cells.timeouts import CellTimeouts
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

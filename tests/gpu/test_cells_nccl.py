@@ -18,7 +18,7 @@ from trainer_hooks.cells.timeouts import CellTimeouts  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL refuses two ranks on one"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 
 
