@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_rollout.engine.architecture import read_architecture
 from trainer_hooks.arguments import add_rollout_backend_arguments
+from trainer_hooks.trainer.data import split_slice
 from trainer_hooks.training.advantages import ADVANTAGE_ESTIMATORS
 from trainer_hooks.training.losses import KL_LOSS_TYPES
 
@@ -48,6 +49,7 @@ def _add_data(group: Any) -> None:
     group.add_argument("--apply-chat-template", action="store_true")
     group.add_argument("--rollout-shuffle", action="store_true")
     group.add_argument("--rm-type", default=None)
+    group.add_argument("--reward-key", help="which value counts where a reward is a mapping")
     group.add_argument("--custom-rm-path", help="module.function(args, sample) → reward, sync or async")
 
 
@@ -234,7 +236,7 @@ def _files(args: argparse.Namespace) -> list[str]:
         problems.append("--prompt-data needs --hf-checkpoint: the built-in tiny model knows only its own task")
     for name in ("prompt_data", "eval_prompt_data", "warmup_data"):
         path = getattr(args, name)
-        if path is not None and not Path(path).is_file():
+        if path is not None and not Path(split_slice(path)[0]).is_file():
             problems.append(f"{_flag(name)} {path}: no such file")
     if args.load is not None and not Path(args.load).is_dir():
         problems.append(f"--load {args.load}: no such directory")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron_rollout.generation import MegatronGeneration
 from megatron_rollout.requests import GenerationOutput, GenerationRequest, SamplingParams
 from megatron_rollout.seeds import sample_seed
+from trainer_hooks.trainer.rewards import Reward, reward_samples
 from trainer_hooks.trainer.sample import Sample
 
-Reward = Callable[[argparse.Namespace, Sample], Any]
 #: rollout_id under which evaluation draws its (greedy, so unused) noise
 _EVAL = -1
 
@@ -72,7 +71,8 @@ class Rollouts:
         for sample, output in zip(waiting, outputs, strict=True):
             self._fill(sample, output)
             self.generated_by.setdefault(-1 if output.cell is None else output.cell, []).append(sample.index)
-        asyncio.run(self._rewards([s for s in waiting if s.status != Sample.Status.FAILED]))
+        answered = [s for s in waiting if s.status != Sample.Status.FAILED]
+        asyncio.run(reward_samples(self.reward, self.args, answered))
         return list(samples)
 
     def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -108,10 +108,3 @@ class Rollouts:
         if output.finish_reason == "error":  # within --max-failed-fraction: nothing to learn from
             sample.reward, sample.loss_mask = 0.0, [0] * sample.response_length
         self.tokens_generated += sample.response_length
-
-    async def _rewards(self, samples: list[Sample]) -> None:
-        for sample in samples:
-            value = self.reward(self.args, sample)
-            if inspect.isawaitable(value):
-                value = await value
-            sample.reward = float(value)

@@ -83,7 +83,7 @@ def prepare(args: argparse.Namespace) -> Job:
     held_out = None
     if args.eval_prompt_data:
         held_out = PromptData(args.eval_prompt_data, option="--eval-prompt-data", **{**keys, "n_samples_per_prompt": 1})
-    return Job(args, tokenizer, load_reward(args), prompts, held_out)
+    return Job(args, tokenizer, load_reward(args, prompts.prompts), prompts, held_out)
 
 
 #: What a run on the user's own model and data takes where an option is not given.
