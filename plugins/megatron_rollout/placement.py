@@ -119,7 +119,8 @@ class Cluster:
     def relocate(self, timeout_s: float = 120.0) -> list[Bundle]:
         """Look again where the bundles are: Ray moves those of a lost node to another one. The slots stay the same.
 
-        Returns the bundles that have moved. Raises TimeoutError if some have no node after `timeout_s` seconds.
+        To be called once Ray knows of the loss (`ray.nodes()`). Returns the bundles that have moved. Raises
+        TimeoutError if some have no node after `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         self._wait(deadline, timeout_s)
@@ -132,9 +133,12 @@ class Cluster:
 
         Raises TimeoutError if they are not back after `timeout_s` seconds.
         """
+        import ray
         from ray.util import placement_group_table, remove_placement_group
 
         groups, self._groups, self._bundles = self._groups, [], []
+        if not ray.is_initialized():  # disconnected: Ray has removed them already, and asking would start a new cluster
+            return
         for group in groups:
             remove_placement_group(group)
         deadline = time.monotonic() + timeout_s

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,6 @@ _NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "inc
 _ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_agent_register_timeout_ms": str(int(START_S * 1000)),
     "RAY_worker_register_timeout_seconds": str(int(START_S)),
 }
 
@@ -54,22 +52,30 @@ def ray_nodes(nodes: Sequence[dict[str, Any]]) -> Iterator[Any]:
 
 
 def add_node(cluster: Any, **options: Any) -> Any:
-    """Start one more node and wait for it, longer than Ray's own 30 s: a busy machine needs more."""
-    from ray._private import services
+    """Start one more node and wait for it.
 
-    look = services.get_node
-    until = time.monotonic() + START_S
+    A raylet ends itself when its agent has not come up after 15 s, which a busy machine exceeds now and then: there are
+    three attempts.
+    """
+    from ray._private.node import Node
 
-    def look_patiently(*args: Any, **kwargs: Any) -> Any:
-        while True:
-            try:
-                return look(*args, **kwargs)
-            except RuntimeError:  # not registered yet
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.2)
+    started: list[Node] = []
+    start = Node.start_ray_processes
 
-    with mock.patch.object(services, "get_node", look_patiently):
-        node = cluster.add_node(wait=False, **_NODE | options)
+    def remember(node: Node) -> None:
+        started.append(node)
+        start(node)
+
+    for attempt in range(3):
+        try:
+            with mock.patch.object(Node, "start_ray_processes", remember):
+                node = cluster.add_node(wait=False, **_NODE | options)
+            break
+        except Exception:  # Ray raises no narrower one
+            for failed in started:
+                failed.kill_all_processes(check_alive=False, allow_graceful=False)
+            if attempt == 2:
+                raise
+            started.clear()
     cluster.wait_for_nodes(timeout=START_S)
     return node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,8 +119,6 @@ def made(nodes: Any) -> Iterator[list[Cluster]]:
 
 def free(kind: str, amount: float) -> None:
     """Waits until Ray has `amount` of a resource free again."""
-    import time
-
     import ray
 
     until = time.monotonic() + 30
@@ -194,6 +193,10 @@ def test_bundles_of_a_lost_node_move_and_keep_their_slots(nodes: Any, made: list
     assert sum(bundle.node_id == doomed_id for bundle in before) == 1
     nodes.remove_node(doomed, allow_graceful=False)
     add_node(nodes)
+    until = time.monotonic() + 120
+    while any(node["Alive"] for node in ray.nodes() if node["NodeID"] == doomed_id):
+        assert time.monotonic() < until, "Ray does not notice that a node is gone"
+        time.sleep(0.2)
     [moved] = cluster.relocate(timeout_s=120)
     after = cluster.bundles
     assert [(b.group, b.index) for b in after] == [(b.group, b.index) for b in before]
