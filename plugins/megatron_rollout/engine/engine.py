@@ -29,7 +29,7 @@ from megatron_rollout.device import device, on_gpu, synchronize
 from megatron_rollout.engine import paged_attention
 from megatron_rollout.engine.bookkeeping import BatchEngine, Controller, Detokenizer
 from megatron_rollout.engine.context import Context
-from megatron_rollout.engine.model import enable_cuda_graphs
+from megatron_rollout.engine.graphs import enable_cuda_graphs
 from megatron_rollout.engine.sampling import RequestSampler
 from megatron_rollout.requests import GenerationOutput, GenerationRequest, TokenDelta
 
@@ -91,7 +91,8 @@ class Engine:
         self._ready: list[GenerationOutput] = []
         self._pending_version: int | None = None
         self.model = model.eval()
-        graphs = on_gpu() and config.cuda_graph_impl == "local"
+        # a later pipeline stage gets its input where the last transfer put it, which no graph can know
+        graphs = on_gpu() and config.cuda_graph_impl == "local" and model.config.pipeline_model_parallel_size == 1
         if graphs:
             enable_cuda_graphs(model, scope=config.inference_cuda_graph_scope, pg_collection=pg_collection)
         self.context = Context(

@@ -73,26 +73,6 @@ def transformer_config(
     return TransformerConfig(**fields)
 
 
-def enable_cuda_graphs(
-    model: GPTModel, *, scope: str = "block", pg_collection: ProcessGroupCollection | None = None
-) -> None:
-    """Let an engine capture CUDA graphs of `model`: one for the whole decoder ("block") or one a layer ("layer").
-
-    megatron-core decides this when it builds the layers; here it is decided when an engine is built, so that a model
-    which trains can also generate with graphs. Its training never enters those of a block, but those of layers: use
-    "layer" for a model that only generates. Idempotent. Needs random states that can be captured (`init_megatron`).
-    """
-    from megatron.core.transformer.cuda_graphs import CudaGraphManager
-    from megatron.core.transformer.enums import InferenceCudaGraphScope
-
-    config = model.config
-    config.cuda_graph_impl, config.cuda_graph_modules = "local", []
-    config.inference_cuda_graph_scope = InferenceCudaGraphScope[scope]
-    for module in [model.decoder] if scope == "block" else model.decoder.layers:
-        if not hasattr(module, "cudagraph_manager"):
-            module.cudagraph_manager = CudaGraphManager(config, need_backward=False, pg_collection=pg_collection)
-
-
 def build_model(
     architecture: Architecture,
     config: TransformerConfig,

@@ -17,8 +17,8 @@ import triton.language as tl
 def _kernel(
     Q, K, V, OUT, CU_Q, LEN_K, TABLE, scale,
     q_token, q_head, k_block, k_place, k_head, o_token, o_head, table_row,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, D_PAD: tl.constexpr,
-    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    D_PAD: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
     head = tl.program_id(1)
@@ -29,7 +29,7 @@ def _kernel(
     if tile * ROWS < n_q:
         rows = tile * ROWS + tl.arange(0, ROWS)
         dims = tl.arange(0, D_PAD)
-        places = tl.arange(0, BLOCK)
+        places = tl.arange(0, TILE)
         real_q = (rows < n_q)[:, None] & (dims < D)[None]
         q = tl.load(Q + (first + rows)[:, None] * q_token + head * q_head + dims[None], mask=real_q, other=0.0)
         position = n_k - n_q + rows
@@ -37,10 +37,10 @@ def _kernel(
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D_PAD], tl.float32)
         visible = tl.minimum(n_k, n_k - n_q + (tile + 1) * ROWS)
-        for j in range(0, tl.cdiv(visible, BLOCK)):
-            block = tl.load(TABLE + request * table_row + j).to(tl.int64)
-            key = j * BLOCK + places
-            offset = block * k_block + places[:, None] * k_place + (head // GROUP) * k_head + dims[None]
+        for j in range(0, tl.cdiv(visible, TILE)):
+            block = tl.load(TABLE + request * table_row + j * TILE // BLOCK).to(tl.int64)
+            key = j * TILE + places
+            offset = block * k_block + (key % BLOCK)[:, None] * k_place + (head // GROUP) * k_head + dims[None]
             real_k = (key < n_k)[:, None] & (dims < D)[None]
             k = tl.load(K + offset, mask=real_k, other=0.0)
             scores = tl.dot(q, tl.trans(k)).to(tl.float32) * scale
@@ -83,8 +83,8 @@ def _run(
     _kernel[(len_k.shape[0], heads, triton.cdiv(max(max_q, 1), rows))](
         q, k, v, out, cu_q, len_k, table, scale,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), out.stride(0), out.stride(1), table.stride(0),
-        GROUP=heads // k.shape[2], D=dim, BLOCK=block, ROWS=rows, D_PAD=max(16, triton.next_power_of_2(dim)),
-        WINDOW=window[0],
+        GROUP=heads // k.shape[2], D=dim, BLOCK=block, TILE=min(block, 64), ROWS=rows,
+        D_PAD=max(16, triton.next_power_of_2(dim)), WINDOW=window[0],
     )  # fmt: skip
     return out
 

@@ -16,7 +16,10 @@ import triton.language as tl
 
 @triton.jit
 def _rotated(x1, x2, cos, sin, TYPE: tl.constexpr):
-    """Both halves of a rotated vector: (x1·cos − x2·sin, x2·cos + x1·sin), every operation rounded to TYPE."""
+    """Both halves of a rotated vector: (x1·cos − x2·sin, x2·cos + x1·sin), every operation rounded to TYPE.
+
+    The compiler may fuse none of them: launched with enable_fp_fusion=False.
+    """
     a = (x1.to(tl.float32) * cos).to(TYPE).to(tl.float32) + (-x2.to(tl.float32) * sin).to(TYPE).to(tl.float32)
     b = (x2.to(tl.float32) * cos).to(TYPE).to(tl.float32) + (x1.to(tl.float32) * sin).to(TYPE).to(tl.float32)
     return a.to(TYPE), b.to(TYPE)
@@ -89,6 +92,7 @@ class RotaryTable:
                 x, self.cos, self.sin, positions, x.stride(0), x.stride(1),
                 HEADS=heads, HALF=dim // 2,
                 HEADS_PAD=triton.next_power_of_2(heads), HALF_PAD=triton.next_power_of_2(dim // 2), num_warps=4,
+                enable_fp_fusion=False,
             )  # fmt: skip
 
     def append(
@@ -116,6 +120,7 @@ class RotaryTable:
                 k.stride(0), k.stride(1), v.stride(0), v.stride(1), *k_cache.stride()[:3],
                 HEADS=heads, HALF=dim // 2,
                 HEADS_PAD=triton.next_power_of_2(heads), HALF_PAD=triton.next_power_of_2(dim // 2), num_warps=1,
+                enable_fp_fusion=False,
             )  # fmt: skip
 
     def _check(self, dim: int, x: torch.Tensor) -> None:
