@@ -9,7 +9,9 @@ All ranks of a cell hold one of these and are driven in lockstep: the same calls
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -90,6 +92,7 @@ class Engine:
         self._next_slot = 0
         self._ready: list[GenerationOutput] = []
         self._pending_version: int | None = None
+        self._memory_kept = False
         self.model = model.eval()
         # a later pipeline stage gets its input where the last transfer put it, which no graph can know
         graphs = on_gpu() and config.cuda_graph_impl == "local" and model.config.pipeline_model_parallel_size == 1
@@ -380,20 +383,48 @@ class Engine:
                 if len(tokens) == start + 1:
                     entry.spans[-1] = (start + 1, self.version)
 
-    def suspend(self) -> None:
-        """Stop stepping and put the KV cache away as the KV mode says. Idempotent."""
+    def suspend(self, *, keep_memory: bool = False) -> None:
+        """Stop stepping and put the KV cache away as the KV mode says. Idempotent.
+
+        keep_memory: for a pause in which nobody else needs the memory. The cache stays where it is, and so do CUDA
+        graphs, in every mode; requests in flight are recomputed all the same where the mode says so.
+        """
         if self.suspended:
-            return
-        if self.context.kv_cache_management_mode == KVCacheManagementMode.RECOMPUTE:
+            if keep_memory or not self._memory_kept:
+                return
+            self.resume()
+        recompute = self.context.kv_cache_management_mode == KVCacheManagementMode.RECOMPUTE
+        if recompute:
             # logits already launched belong to rows that will be rebuilt; their tokens are not drawn yet
             self.controller._async_sched_logits.clear()
             self._pending_version = None
-        self.engine.suspend()
+        self._memory_kept = keep_memory and self.context.kv_cache_management_mode != KVCacheManagementMode.PERSIST
+        if not self._memory_kept:
+            self.engine.suspend()
+            return
+        with self._pointers_stay():
+            self.context.is_tensor_state_allocated = False  # there is nothing to free
+            self.engine.suspend()
+            self.context.is_tensor_state_allocated = True
+        if recompute:
+            self.context.reset_metadata(preserve_counters=True)
 
     def resume(self) -> None:
         """Take the KV cache back; requests in flight go on (recomputed where the mode says so). Idempotent."""
         self.model.eval()  # a colocated trainer shares the model and leaves it in training mode
-        self.engine.resume()
+        with self._pointers_stay() if self._memory_kept else contextlib.nullcontext():
+            self.engine.resume()
+        self._memory_kept = False
+
+    @contextlib.contextmanager
+    def _pointers_stay(self) -> Iterator[None]:
+        """megatron-core deletes CUDA graphs at a suspend, and captures them anew, unless the cache never moves."""
+        static = self.context.static_kv_memory_pointers
+        self.context.static_kv_memory_pointers = True
+        try:
+            yield
+        finally:
+            self.context.static_kv_memory_pointers = static
 
     @property
     def suspended(self) -> bool:
