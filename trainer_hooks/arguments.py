@@ -52,8 +52,18 @@ def add_rollout_backend_arguments(parser: argparse.ArgumentParser) -> argparse.A
     )
     add("--true-on-policy", action="store_true", help="rollout and training logprobs bitwise equal (one GPU, TP 1)")
     add("--on-cell-failure", choices=("continue", "wait"), default="continue", help="redo with survivors, or wait")
+    add("--heartbeat-interval", type=float, default=0.5, help="seconds between two heartbeats of a cell")
+    add("--heartbeat-misses", type=int, default=10, help="missed heartbeats in a row that are a death")
+    add("--check-weights", action="store_true", help="checksum every cell at every version, for the audit")
     add("--max-cell-restarts", type=int, default=5, help="restarts of one cell within a window before it is given up")
-    add("--enable-fault-injection", action="store_true", help="let the control server break things (tests)")
+    add("--enable-fault-injection", action="store_true", help="let tests and the control server break things")
+    add(
+        "--inject-fault",
+        action="append",
+        default=[],
+        metavar="MOMENT:HOW:SIDE:CELL@ROLLOUT",
+        help="break a cell at a named moment (needs --enable-fault-injection)",
+    )
     return parser
 
 

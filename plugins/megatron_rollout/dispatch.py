@@ -38,9 +38,9 @@ class NoCells(RuntimeError):
 class Dispatcher:
     """Runs requests on `cells` as `router` decides.
 
-    answer_timeout_s: a leader that does not answer for so long is dead. on_cell_down(index, cause) is called from the
-    cell's collector thread after its requests were handed out again; without it, when no cell is left, everything
-    outstanding fails.
+    answer_timeout_s: a leader that does not answer for so long is dead. on_cell_down(index, cause) is called once a
+    death, from the thread that found it, after the cell's requests were handed out again. may_recover: whether a cell
+    may come back; if not, and no cell is left, everything outstanding fails.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class Dispatcher:
                     self.router.withdraw(request_id) if isinstance(self.router, Router) else None
                     held.append(request_id)
         for cell_index, ids in flying.items():
-            self.cells[cell_index].abort(ids)
+            if (alive := self.cells.get(cell_index)) is not None:
+                alive.abort(ids)
         for request_id in held:
             request = self._requests[request_id]
             self._deliver(
@@ -139,7 +140,10 @@ class Dispatcher:
                 self.cells[index].submit(requests, stream=any(r.request_id in self._streams for r in requests))
 
     def cell_up(self, index: int) -> None:
+        """It holds the current weights and gets requests. Does nothing if it died meanwhile."""
         with self._lock:
+            if index not in self.cells:
+                return
             self.router.cell_up(index)
         self.pump()
 
@@ -160,8 +164,17 @@ class Dispatcher:
         for request_id in stranded:
             self._fail(request_id, self._no_cells(), index)
         self.pump()
+
+    def cell_died(self, cell: Cell, cause: str) -> None:
+        """Its processes are gone: nothing more to it, and its late answers are not taken, until a replacement is
+        attached."""
+        with self._lock:
+            if self.cells.get(cell.index) is not cell:
+                return
+            self.cell_down(cell.index, cause)
+            del self.cells[cell.index]
         if self._on_cell_down is not None:
-            self._on_cell_down(index, cause)
+            self._on_cell_down(cell.index, cause)
 
     def fail_all(self, reason: str) -> None:
         with self._lock:
@@ -177,12 +190,12 @@ class Dispatcher:
             try:
                 items = cell.collect(self._poll_s, self._answer_timeout_s)
             except CellDead as error:
-                if not self._closed and self.cells.get(cell.index) is cell:
-                    self.cell_down(cell.index, str(error))
+                if not self._closed:
+                    self.cell_died(cell, str(error))
                 return
             for item in items:
                 if isinstance(item, CellFailed):
-                    self.cell_down(cell.index, f"rollout cell {cell.index}: {item.cause}")
+                    self.cell_died(cell, f"rollout cell {cell.index}: {item.cause}")
                     return
                 self._arrived(cell.index, item)
             if items:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,9 @@ from megatron_rollout.dispatch import Dispatcher, NoCells
 from megatron_rollout.requests import GenerationOutput, GenerationRequest, SamplingParams, TokenDelta
 from megatron_rollout.routing import Router, StaticRouter
 from megatron_rollout.seeds import sample_seed
+
+#: Seconds between two calls of `while_waiting`.
+_TURN_S = 0.5
 
 
 class GenerationFailed(RuntimeError):
@@ -56,6 +60,8 @@ class MegatronGeneration:
         self.max_failed_fraction = max_failed_fraction
         self.start_timeout_s = start_timeout_s
         self.command_timeout_s = command_timeout_s
+        #: called about twice a second by the thread that waits in `run`: what replaces dead cells hooks in here
+        self.while_waiting: Callable[[], None] | None = None
         self._calls = itertools.count()
         self._run = uuid.uuid4().hex[:8]
         self.cells = {i: RolloutCell(i, make_actors(i)) for i in range(num_cells)}
@@ -109,10 +115,23 @@ class MegatronGeneration:
                 done.set()
 
         self.dispatcher.submit(list(requests), arrived)
-        if not done.wait(timeout_s):
-            self.dispatcher.abort([r.request_id for r in requests])
-            raise TimeoutError(f"{len(requests) - len(results)} of {len(requests)} samples not done in {timeout_s} s")
+        try:
+            self._wait(done, timeout_s)
+        except TimeoutError as error:
+            left = len(requests) - len(results)
+            raise TimeoutError(f"{left} of {len(requests)} samples not done in {timeout_s} s") from error
+        finally:
+            if not done.is_set():
+                self.dispatcher.abort([r.request_id for r in requests])
         return [results[r.request_id] for r in requests]
+
+    def _wait(self, done: threading.Event, timeout_s: float | None) -> None:
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while not done.wait(_TURN_S if end is None else max(0.0, min(_TURN_S, end - time.monotonic()))):
+            if end is not None and time.monotonic() >= end:
+                raise TimeoutError
+            if self.while_waiting is not None:
+                self.while_waiting()
 
     def generate(self, data: Mapping[str, Any], greedy: bool = False) -> dict[str, Any]:
         """One response for each row of `data` (columns: see `batches`), in input order.
@@ -196,6 +215,17 @@ class MegatronGeneration:
 
         with ThreadPoolExecutor(max(1, len(chosen))) as pool:
             return dict(zip(chosen, pool.map(one, chosen), strict=True))
+
+    def replace(self, index: int, actors: Sequence[Any], *, pids: Sequence[int] = ()) -> RolloutCell:
+        """Take in started processes as cell `index`. It gets requests once a refit has brought it the weights."""
+        self.cells[index] = cell = RolloutCell(index, actors)
+        cell.pids = list(pids)
+        self.dispatcher.attach(cell)
+        return cell
+
+    def remove(self, index: int) -> RolloutCell | None:
+        """Forget a dead cell; returns what is to be killed."""
+        return self.cells.pop(index, None)
 
     def shutdown(self) -> bool:
         """End all cells. Idempotent."""

@@ -6,6 +6,7 @@ The methods here run in Ray's threads and never touch the engine themselves: the
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_rollout import device
+from megatron_rollout import device, faults
 from megatron_rollout.cell_types import CellFailed, CellStatus, EngineFailed, RolloutSpec
 from megatron_rollout.engine import parallel
 from megatron_rollout.requests import GenerationOutput, GenerationRequest, TokenDelta
@@ -51,6 +52,20 @@ class RolloutWorker:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def identity(self) -> tuple[str, int]:
+        """(host name, process id): who shares the host can watch the process itself."""
+        return socket.gethostname(), os.getpid()
+
+    def beat(self) -> tuple[int, str, str]:
+        """(progress counter, "idle" or "working", what it does), for whoever watches this rank. Never blocks."""
+        if self.loop is None:
+            return 0, "idle", ""
+        return self.loop.turns, "working" if self.loop.outstanding() else "idle", "generate"
+
+    def arm_fault(self, moment: str, how: str) -> None:
+        """Break this process at `moment` (see `faults`); tests only."""
+        faults.arm(moment, how)
 
     # -- start --------------------------------------------------------------------------------------------------
 
@@ -90,6 +105,7 @@ class RolloutWorker:
 
     def submit(self, requests: list[GenerationRequest], stream: bool = False) -> None:
         """Queue samples; their outputs (and deltas, if `stream`) come from `collect`."""
+        faults.fault_point("generate")
         on_delta = self._put if stream else None
         for request in requests:
             try:
@@ -133,6 +149,7 @@ class RolloutWorker:
 
         Raises TimeoutError after `deadline_s`, else what the command raised.
         """
+        faults.fault_point(command)
         return self._loop().call(command, **arguments).result(timeout=deadline_s)
 
     def status(self) -> CellStatus:

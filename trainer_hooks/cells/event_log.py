@@ -72,6 +72,8 @@ class EventLog:
         self._clock = clock
         self._lock = threading.Lock()
         self._broken: BaseException | None = None
+        #: called with every event after it was written, on the thread that wrote it; they must not raise
+        self.listeners: list[Callable[[Event], None]] = []
         self.path.parent.mkdir(parents=True, exist_ok=True)
         existed = self.path.exists()
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -116,7 +118,9 @@ class EventLog:
             self._seq += 1
             if events.KINDS[kind].durable:
                 self._sync()
-            return event
+        for listener in self.listeners:
+            listener(event)
+        return event
 
     def flush(self) -> None:
         """Puts everything on disk."""

@@ -119,7 +119,7 @@ class CrossCellGroup:
         self.megatron_rank = megatron_rank
         self.timeouts = timeouts or CellTimeouts()
         self.device = device or torch.device("cpu")
-        self._backend = backend
+        self.backend = backend
         self._host = host
         self._bucket_bytes = bucket_bytes // 16 * 16
         self._progress = progress
@@ -172,13 +172,13 @@ class CrossCellGroup:
                 return
             group = self._new_group()
             name = f"{self.role} rank {self.megatron_rank}, quorum {quorum_id}, cell rank {rank} of {world}"
-            interrupt = group.abort if self._backend == "nccl" else None
+            interrupt = group.abort if self.backend == "nccl" else None
             lane = self._lane = Lane(name, group.shutdown, interrupt)
             self._group = group
         prefix = f"{store_address}/{self.role}/q{quorum_id}.{attempt}/r{self.megatron_rank}"
 
         def form() -> None:
-            if self._backend == "nccl":
+            if self.backend == "nccl":
                 torch.cuda.set_device(self.device)
                 # NCCL takes down one communicator and sets up another on the same device only in turn.
                 if old is not None:
@@ -298,7 +298,7 @@ class CrossCellGroup:
 
     def _new_group(self) -> ProcessGroupWrapper:
         limit = timedelta(seconds=self.timeouts.configure_s)
-        return ProcessGroupNCCL(limit) if self._backend == "nccl" else _BoundGloo(self._host, limit)
+        return ProcessGroupNCCL(limit) if self.backend == "nccl" else _BoundGloo(self._host, limit)
 
     def _ready(self) -> Lane | None:
         """The lane, or None for a quorum of one."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rollout.cell import get
+from megatron_rollout.cell import RolloutCell, get
 from megatron_rollout.generation import MegatronGeneration
 from trainer_hooks.cells.pairing import PairPlan, plan_pairs
 from trainer_hooks.cells.train_group import TrainGroup
@@ -47,26 +47,35 @@ class WeightSync:
         self.port = int(port)
         self._built: tuple[PairPlan, tuple[tuple[int, int], ...]] | None = None
 
-    def sync(self, version: int) -> list[PairResult]:
-        """Bring `version` into every rollout cell that is there; one result a cell."""
+    def sync(self, version: int, only: Sequence[int] | None = None) -> list[PairResult]:
+        """Bring `version` into every rollout cell that is there (or those of `only`); one result a cell.
+
+        Raises NoLiveCells: no trainer cell holds the weights.
+        """
+        cells = dict(self.generation.cells)
+        chosen = sorted(cells if only is None else set(only) & set(cells))
+        if not chosen:
+            return []
         if self.colocate:
-            return self._shared(version)
+            return self._shared(version, chosen)
         live = {c.index: c for c in self.group.live}
-        plan = plan_pairs(len(self.group.cells), live, self.generation.cells)
+        plan = plan_pairs(len(self.group.cells), live, chosen)
         incarnations = tuple((i, live[i].incarnation) for i in plan.sources)
         rebuild = self._built != (plan, incarnations)
         self._built = None
         with ThreadPoolExecutor(len(plan.sources)) as pool:
-            parts = pool.map(lambda source: self._pair(plan, source, version, rebuild), plan.sources)
+            parts = pool.map(lambda source: self._pair(cells, plan, source, version, rebuild), plan.sources)
         results = [r for part in parts for r in part]
         if all(r.ok for r in results):
             self._built = (plan, incarnations)
         return self._apply(results)
 
-    def _pair(self, plan: PairPlan, source: int, version: int, rebuild: bool) -> list[PairResult]:
+    def _pair(
+        self, cells: Mapping[int, RolloutCell], plan: PairPlan, source: int, version: int, rebuild: bool
+    ) -> list[PairResult]:
         """One trainer cell and its rollout cells."""
         trainer = self.group.cells[source]
-        targets = [self.generation.cells[i] for i in plan.rollout_cells_of(source)]
+        targets = [cells[i] for i in plan.rollout_cells_of(source)]
         start = time.monotonic()
         cause = ""
         try:
@@ -100,10 +109,10 @@ class WeightSync:
             offset += len(target.actors)
         get(joining, self.timeout_s + 5)
 
-    def _shared(self, version: int) -> list[PairResult]:
+    def _shared(self, version: int, cells: Sequence[int]) -> list[PairResult]:
         start = time.monotonic()
         answers = self.generation.call_all(
-            "refit_shared", cells=sorted(self.generation.cells), deadline_s=self.timeout_s, version=version
+            "refit_shared", cells=cells, deadline_s=self.timeout_s, version=version
         )
         seconds = time.monotonic() - start
         return self._apply(

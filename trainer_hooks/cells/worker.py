@@ -7,19 +7,22 @@ that heartbeats, aborts and generation go on beside it.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import ray
 import torch
 import torch.distributed as dist
 
-from megatron_rollout import device
+from megatron_rollout import device, faults
 from megatron_rollout.cell_types import RolloutSpec
 from megatron_rollout.engine.parallel import init_megatron
 from megatron_rollout.worker import RolloutWorker
 from trainer_hooks.cells.group import CrossCellGroup
 from trainer_hooks.cells.quorum import Attempt, Quorum, StepGuard
+from trainer_hooks.cells.state_transfer import Transfer, receive_state, send_state
 from trainer_hooks.cells.timeouts import CellTimeouts
 from trainer_hooks.training.spec import OptimizerSpec, TrainSpec
 
@@ -43,21 +46,38 @@ class TrainerWorker(RolloutWorker):
         self._trainer_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self.trainer: TrainerRank | None = None
         self.progress = 0
+        self._at_work = 0
+        self._phase = ""
+        self._heal: CrossCellGroup | None = None
+        self.cells: CrossCellGroup | None = None
         self._reshard: ReshardGroup | None = None
         self._gradients_of: Attempt | None = None
 
     def _moved(self) -> None:
         self.progress += 1
 
-    def _train(self, work: Callable[[], T]) -> T:
+    @ray.method(concurrency_group="health")
+    def beat(self) -> tuple[int, str, str]:
+        """As `RolloutWorker.beat`; "waiting" while this rank waits for other cells."""
+        counter, activity, phase = super().beat()
+        counter += self.progress
+        if not self._at_work:
+            return counter, activity, phase
+        groups = (self.cells, self._heal)
+        waiting = any(group is not None and group.waiting for group in groups)
+        return counter, "waiting" if waiting else "working", self._phase
+
+    def _train(self, work: Callable[[], T], phase: str = "") -> T:
         """Run `work` in the trainer's thread. The caller's `ray.get` has the deadline."""
 
         def moved() -> T:
+            self._phase, self._at_work = phase, self._at_work + 1
             self._moved()
             try:
                 return work()
             finally:
                 self._moved()
+                self._at_work -= 1
 
         return self._trainer_thread.submit(moved).result()
 
@@ -73,6 +93,7 @@ class TrainerWorker(RolloutWorker):
             self.timeouts = timeouts
             self.guard = StepGuard(spec.role)
             self.trainer = TrainerRank(spec)
+            self._watch_model(self.trainer)
             where = device.device()
             self.cells = CrossCellGroup(
                 spec.role,
@@ -81,10 +102,32 @@ class TrainerWorker(RolloutWorker):
                 device=where if where.type == "cuda" else None,
                 host=self.host,
                 timeouts=timeouts,
-                progress=self._moved,
+                progress=self._reduced_a_bucket,
             )
 
-        self._train(start)
+        self._train(start, "start")
+
+    def _watch_model(self, trainer: TrainerRank) -> None:
+        """Every forward and backward of a micro-batch is progress (and a moment at which a test may break this)."""
+
+        def forward(module: Any, inputs: Any, output: Any) -> None:
+            self._moved()
+            if torch.is_grad_enabled():
+                faults.fault_point("forward")
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(backward)
+
+        def backward(gradient: torch.Tensor) -> None:
+            self._moved()
+            faults.fault_point("backward")
+
+        trainer.ddp.register_forward_hook(forward)
+        if trainer.reference is not None:
+            trainer.reference.register_forward_hook(forward)
+
+    def _reduced_a_bucket(self) -> None:
+        self._moved()
+        faults.fault_point("in_reduce")
 
     def start_colocated_rollout(self, spec: RolloutSpec, *, cell: int) -> None:
         """Generation in this process with the trainer's own tensors (equal layouts)."""
@@ -99,11 +142,76 @@ class TrainerWorker(RolloutWorker):
     def configure(self, store: str, quorum: Quorum, attempt: int = 0) -> None:
         """Join the cross-cell group of `quorum`: the ranks at this rank's place in all of its cells."""
         rank, world = quorum.rank_of(self.cell), quorum.world
-        self._train(lambda: self.cells.configure(store, quorum.quorum_id, rank, world, attempt=attempt))
+        self._train(
+            lambda: self._cells().configure(store, quorum.quorum_id, rank, world, attempt=attempt), "configure"
+        )
 
+    @ray.method(concurrency_group="health")
     def abort_cross_cell(self, reason: str, through: int) -> None:
         """A member of the quorum is dead: make this rank's cross-cell collective raise now. From any thread."""
-        self.cells.abort(reason, through=through)
+        if self.cells is not None:
+            self.cells.abort(reason, through=through)
+
+    # -- heal ---------------------------------------------------------------------------------------------------
+
+    def send_heal(self, store: str, number: int) -> Transfer:
+        """Give this rank's state to its counterpart in a cell that heals. number: of this heal, only grows.
+
+        Raises GroupError: the peer died, stalled or refused. This rank's own state was only read.
+        """
+        return self._healing(store, number, 0, lambda group: send_state(group, 1, self._state()))
+
+    def receive_heal(self, store: str, number: int) -> Transfer:
+        """Take over the state of a live cell's rank at the same place. Raises GroupError: take another source."""
+
+        def receive(group: CrossCellGroup) -> Transfer:
+            state, transfer = receive_state(group, 0)
+            self._load_state(state)
+            return transfer
+
+        return self._healing(store, number, 1, receive)
+
+    @ray.method(concurrency_group="health")
+    def abort_heal(self, reason: str) -> None:
+        """The peer of a heal is dead."""
+        if (group := self._heal) is not None:
+            group.abort(reason, through=sys.maxsize)
+
+    def _healing(self, store: str, number: int, rank: int, transfer: Callable[[CrossCellGroup], Transfer]) -> Transfer:
+        """Run `transfer` in a group of two, so that its failure breaks no quorum."""
+
+        def heal() -> Transfer:
+            cells = self._cells()
+            self._heal = group = CrossCellGroup(
+                f"{self.guard.role}-heal",
+                dist.get_rank(),
+                backend=cells.backend,
+                device=cells.device if cells.device.type == "cuda" else None,
+                host=self.host,
+                timeouts=self.timeouts,
+                progress=self._moved,
+            )
+            try:
+                group.configure(store, number, rank, 2)
+                faults.fault_point("heal_source" if rank == 0 else "heal_destination")
+                return transfer(group)
+            finally:
+                self._heal = None
+                group.close()
+
+        return self._train(heal, "heal")
+
+    def _state(self) -> dict[str, Any]:
+        return {"trainer": self._trainer().state(), "guard": self.guard.state_dict()}
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        self._trainer().load_state(state["trainer"])
+        self.guard.load_state_dict(state["guard"])
+
+    def _cells(self) -> CrossCellGroup:
+        if self.cells is None:
+            raise RuntimeError("start_trainer has not been called")
+        return self.cells
 
     def use_optimizer(self, spec: OptimizerSpec) -> None:
         self._train(lambda: self._trainer().use_optimizer(spec))
@@ -120,7 +228,7 @@ class TrainerWorker(RolloutWorker):
 
         What it raises is this cell's vote 'discard' (on every rank of the cell: they agree before they return).
         """
-        return self._train(lambda: self._attempt(attempt, shard, objective))
+        return self._train(lambda: self._attempt(attempt, shard, objective), "train")
 
     def _attempt(self, attempt: Attempt, shard: Shard, objective: str) -> dict[str, float]:
         self.guard.admit(attempt)
@@ -130,7 +238,9 @@ class TrainerWorker(RolloutWorker):
         error: BaseException | None = None
         try:
             metrics = trainer.forward_backward(shard, objective=objective)
+            faults.fault_point("before_reduce")
             metrics = self._sum_over_cells(trainer, metrics)
+            faults.fault_point("after_reduce")
             norm = trainer.gradient_norm()
             if not norm < float("inf"):
                 raise FloatingPointError(f"the gradient norm is {norm}")
@@ -139,12 +249,13 @@ class TrainerWorker(RolloutWorker):
             error = caught
         self._agree(attempt, error)
         self._gradients_of = attempt
+        faults.fault_point("before_vote")
         return metrics
 
     def _sum_over_cells(self, trainer: TrainerRank, metrics: dict[str, float]) -> dict[str, float]:
         names = sorted(metrics)
         sums = torch.tensor([metrics[n] for n in names], dtype=torch.float64)
-        self.cells.all_reduce([*trainer.gradients(), sums])
+        self._cells().all_reduce([*trainer.gradients(), sums])
         return dict(zip(names, sums.tolist(), strict=True))
 
     def _agree(self, attempt: Attempt, error: BaseException | None) -> None:
@@ -167,16 +278,18 @@ class TrainerWorker(RolloutWorker):
                 trainer.discard()
                 self._gradients_of = None
                 return {}
+            faults.fault_point("before_step")
             if self._gradients_of != attempt:
                 raise RuntimeError(f"cell {self.cell} holds no gradient of {attempt}, so it cannot apply it")
             self.guard.apply(attempt)
             self._gradients_of = None
             result: dict[str, Any] = trainer.step()
+            faults.fault_point("after_step")
             if checksum:
                 result["checksum"] = trainer.checksum()
             return result
 
-        return self._train(act)
+        return self._train(act, "step")
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -189,7 +302,7 @@ class TrainerWorker(RolloutWorker):
             self.leave_refit()
             self._reshard = ReshardGroup(**arguments)
 
-        self._train(join)
+        self._train(join, "refit")
 
     def send_weights(self) -> None:
         """Give the group's rollout cells their slices of the current weights. Collective over the group."""
@@ -197,18 +310,23 @@ class TrainerWorker(RolloutWorker):
         def send() -> None:
             if self._reshard is None:
                 raise RuntimeError(f"cell {self.cell} has joined no refit group")
+            faults.fault_point("refit")
             try:
                 self._reshard.send(self._trainer().model)
             except BaseException:
                 self.leave_refit()
                 raise
 
-        self._train(send)
+        self._train(send, "refit")
 
     def leave_refit(self) -> None:
         if self._reshard is not None:
             self._reshard.close()
         self._reshard = None
+
+    def checksum(self) -> str:
+        """Over the whole model, independent of its layout. Collective over the cell."""
+        return self._train(lambda: self._trainer().checksum())
 
     def checksums(self) -> dict[str, str]:
         return self._train(lambda: self._trainer().checksums())
@@ -221,19 +339,18 @@ class TrainerWorker(RolloutWorker):
 
         def save() -> None:
             path = os.path.join(directory, f"rank-{dist.get_rank():05d}.pt")
-            torch.save({"trainer": self._trainer().state(), "guard": self.guard.state_dict()}, path + ".partial")
+            torch.save(self._state(), path + ".partial")
+            faults.fault_point("checkpoint")
             os.replace(path + ".partial", path)
 
-        self._train(save)
+        self._train(save, "checkpoint")
 
     def load_state(self, directory: str) -> None:
         def load() -> None:
             path = os.path.join(directory, f"rank-{dist.get_rank():05d}.pt")
-            state = torch.load(path, map_location="cpu", weights_only=False)
-            self._trainer().load_state(state["trainer"])
-            self.guard.load_state_dict(state["guard"])
+            self._load_state(torch.load(path, map_location="cpu", weights_only=False))
 
-        self._train(load)
+        self._train(load, "checkpoint")
 
     def _trainer(self) -> TrainerRank:
         if self.trainer is None:

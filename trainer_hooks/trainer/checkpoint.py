@@ -5,15 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from trainer_hooks.cells.quorum import NoLiveCells
 from trainer_hooks.trainer.data import PromptData
 from trainer_hooks.trainer.runtime import Runtime
 
 _STATE = "run.json"
+
+
+class RunLost(RuntimeError):
+    """The run cannot go on by itself; the message ends with the command that does."""
 
 
 class Checkpoints:
@@ -35,6 +42,25 @@ class Checkpoints:
         state = json.loads((found / _STATE).read_text())
         self.runtime.group.load_state(str(found))
         self.runtime.restore(found.name, state)
+        self.prompts.load_state_dict(state["data"])
+        return int(state["rollout_id"]) + 1
+
+    def recover(self, rollout_id: int, cause: NoLiveCells) -> int:
+        """No cell holds the run's state any more: go back to the newest complete checkpoint within this run.
+
+        Returns the rollout to go on with.
+
+        Raises RunLost with the command that goes on: cells are not replaced, none came back, or there is no checkpoint.
+        """
+        found = newest(self.directory)
+        if found is None or not self.args.use_fault_tolerance:
+            raise RunLost(f"{cause}; {_hint(found)}") from cause
+        state = json.loads((found / _STATE).read_text())
+        self.runtime.restore(found.name, state)
+        try:
+            self.runtime.group.restart_from(str(found))
+        except NoLiveCells as error:
+            raise RunLost(f"{error}; {_hint(found)}") from error
         self.prompts.load_state_dict(state["data"])
         return int(state["rollout_id"]) + 1
 
@@ -72,6 +98,21 @@ class Checkpoints:
         for old in complete(self.directory)[: -self.args.save_retain]:
             shutil.rmtree(old)
         return target
+
+
+def _hint(found: Path | None) -> str:
+    """The original command, plus `--load` where there is something to load."""
+    words = list(sys.argv[1:])
+    while "--load" in words:
+        at = words.index("--load")
+        del words[at : at + 2]
+    if found is None:
+        return f"there is no checkpoint (see --save-interval); start again with: {_command(words)}"
+    return f"go on with: {_command([*words, '--load', str(found.parent)])}"
+
+
+def _command(words: list[str]) -> str:
+    return shlex.join(["python", "-m", "trainer_hooks.trainer", *words])
 
 
 def complete(directory: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from trainer_hooks.cells.quorum import Step
+from trainer_hooks.cells.quorum import NoLiveCells, Step
 from trainer_hooks.trainer.checkpoint import Checkpoints
 from trainer_hooks.trainer.convert import convert_samples_to_train_data, freeze, optimizer_steps, rollout_metrics
 from trainer_hooks.trainer.data import PromptData
@@ -35,27 +35,18 @@ def train(
     refit(runtime, report)
     evaluate(rollouts, held_out, report, start)
 
-    for rollout_id in range(start, args.num_rollout):
-        report.begin(rollout_id, live_cells=(len(runtime.group.live), len(runtime.generation.live_cells)))
-        with report.phase("generate"):
-            samples = rollouts.generate(rollout_id, prompts.next_batch(args.rollout_batch_size))
-            runtime.accept(rollout_id, samples, rollouts.generated_by)
-            runtime.finish_generation()
-        with report.phase("convert"):
-            data = convert_samples_to_train_data(args, samples)
-            report.add(rollout_metrics(data))
-        with report.phase("freeze"):
-            data = freeze(args, runtime.group, data)
-        with report.phase("train"):
-            for step_index, step in enumerate(optimizer_steps(args, data)):
-                metrics = runtime.group.train_step(Step("actor", rollout_id, step_index), step)
-                report.add({f"train/{name}": value for name, value in metrics.items()})
-        with report.phase("refit"):
+    rollout_id = start
+    while rollout_id < args.num_rollout:
+        try:
+            one_rollout(args, runtime, rollouts, prompts, report, rollout_id)
+            checkpoints.maybe_save(rollout_id)
+            rollout_id += 1
+        except NoLiveCells as cause:
+            rollout_id = checkpoints.recover(rollout_id, cause)
             refit(runtime, report)
-        checkpoints.maybe_save(rollout_id)
-        last = rollout_id + 1 == args.num_rollout
-        if last or (args.eval_interval and (rollout_id + 1) % args.eval_interval == 0):
-            evaluate(rollouts, held_out, report, rollout_id + 1)
+            continue
+        if rollout_id == args.num_rollout or (args.eval_interval and rollout_id % args.eval_interval == 0):
+            evaluate(rollouts, held_out, report, rollout_id)
         report.end(tokens=rollouts.tokens_generated, version=runtime.version)
 
     if args.save_hf:
@@ -63,14 +54,42 @@ def train(
     runtime.log.append("run_finished", rollouts=args.num_rollout)
 
 
+def one_rollout(
+    args: argparse.Namespace,
+    runtime: Runtime,
+    rollouts: Rollouts,
+    prompts: PromptData,
+    report: Report,
+    rollout_id: int,
+) -> None:
+    """One iteration. Raises NoLiveCells: the trainer's state is lost."""
+    runtime.begin(rollout_id)
+    report.begin(rollout_id, live_cells=(len(runtime.group.live), len(runtime.generation.live_cells)))
+    with report.phase("generate"):
+        samples = rollouts.generate(rollout_id, prompts.next_batch(args.rollout_batch_size))
+        runtime.accept(rollout_id, samples, rollouts.generated_by)
+        runtime.finish_generation()
+    with report.phase("convert"):
+        data = convert_samples_to_train_data(args, samples)
+        report.add(rollout_metrics(data))
+    with report.phase("freeze"):
+        data = freeze(args, runtime.group, data)
+    with report.phase("train"):
+        for step_index, step in enumerate(optimizer_steps(args, data)):
+            metrics = runtime.group.train_step(Step("actor", rollout_id, step_index), step)
+            report.add({f"train/{name}": value for name, value in metrics.items()})
+    with report.phase("refit"):
+        refit(runtime, report)
+
+
 def refit(runtime: Runtime, report: Report) -> None:
     """Bring the current weights into every pair's rollout cells; at least one must hold them afterwards."""
     results = runtime.refit()
-    report.add(
-        {"refit/seconds": max(r.seconds for r in results), "refit/failed": float(sum(not r.ok for r in results))}
-    )
-    if not any(r.ok for r in results):
-        raise RefitFailed(f"no rollout cell could be refitted to version {runtime.version}: {results[0].cause}")
+    seconds = max((r.seconds for r in results), default=0.0)
+    report.add({"refit/seconds": seconds, "refit/failed": float(sum(not r.ok for r in results))})
+    if not any(r.ok for r in results) and not runtime.fleet.may_recover():
+        causes = [r.cause for r in results] or ["none is up"]
+        raise RefitFailed(f"no rollout cell could be refitted to version {runtime.version}: {causes[0]}")
 
 
 def evaluate(rollouts: Rollouts, held_out: PromptData | None, report: Report, rollout_id: int) -> None:
