@@ -84,7 +84,7 @@ def _add_training(group: Any) -> None:
     group.add_argument("--lr", type=float)
     group.add_argument("--min-lr", type=float, default=0.0)
     group.add_argument("--lr-decay-style", default="constant", choices=("constant", "linear", "cosine"))
-    group.add_argument("--lr-warmup-iters", type=int, default=0)
+    group.add_argument("--lr-warmup-iters", type=int)
     group.add_argument("--lr-decay-iters", type=int)
     group.add_argument("--weight-decay", type=float, default=0.0)
     group.add_argument("--adam-beta1", type=float, default=0.9)

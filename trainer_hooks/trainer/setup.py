@@ -93,6 +93,7 @@ _FALLBACK = {
     "n_samples_per_prompt": 8,
     "rollout_max_response_len": 1024,
     "lr": 1e-6,
+    "lr_warmup_iters": 0,
     "micro_batch_size": 4,
 }
 
