@@ -20,7 +20,7 @@ def death_of(error: BaseException) -> DeathCause | None:
         return DeathCause(DeathKind.NODE_LOST, text)
     if isinstance(error, ray.exceptions.RayActorError):
         lowered = str(error).lower()
-        if "memory" in lowered and ("monitor" in lowered or "oom" in lowered):
+        if "running low on memory" in lowered:  # its memory monitor's words; others only suggest the possibility
             return DeathCause(DeathKind.OUT_OF_MEMORY, text)
         if "node" in lowered and ("died" in lowered or "dead" in lowered) and "node where" in lowered:
             return DeathCause(DeathKind.NODE_LOST, text)

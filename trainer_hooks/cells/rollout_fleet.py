@@ -24,9 +24,6 @@ from trainer_hooks.cells.timeouts import CellTimeouts
 
 logger = logging.getLogger(__name__)
 
-_UP = (RolloutState.HEALTHY, RolloutState.SUSPECT, RolloutState.STALE)
-_COMING = (RolloutState.DEAD, RolloutState.RESTARTING)
-
 
 class RolloutFleet:
     """make_actors(cell): new actors of a rollout cell; None where the trainer cells generate (colocated): then the
@@ -65,12 +62,12 @@ class RolloutFleet:
     # -- deaths --------------------------------------------------------------------------------------------------
 
     def may_recover(self) -> bool:
-        """Whether a cell that is not up now will be."""
+        """Whether a cell that serves nothing now may serve again. (A cell that just died may still be called healthy
+        here; if it is given up, what waits for it fails then.)"""
         with self._lock:
-            return any(self._comes_back(c.index) or c.state is RolloutState.STALE for c in self.health.snapshot())
-
-    def _comes_back(self, index: int) -> bool:
-        return self._replaces and index not in self._suspended and self.health.cell(index).state in _COMING
+            return self._replaces and any(
+                c.state is not RolloutState.GIVEN_UP and c.index not in self._suspended for c in self.health.snapshot()
+            )
 
     def _silent(self, index: int, incarnation: int, cause: DeathCause) -> None:
         if self.health.cell(index).incarnation == incarnation:
@@ -118,11 +115,11 @@ class RolloutFleet:
     def _settle_given_up(self, index: int) -> None:
         """It will not come back: what waits for it goes elsewhere, or fails where nobody is left."""
         give_up = getattr(self.generation.dispatcher.router, "give_up", None)
-        others = [c for c in self.health.snapshot() if c.state is not RolloutState.GIVEN_UP]
-        if give_up is not None and others:
+        left = self.may_recover()
+        if give_up is not None and left:
             give_up(index)
             self.generation.dispatcher.pump()
-        if not others:
+        if not left:
             self.generation.dispatcher.fail_all(f"every rollout cell is given up; the last: cell {index}")
 
     def _replace(self, index: int, incarnation: int) -> None:
