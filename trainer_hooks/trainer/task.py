@@ -43,7 +43,7 @@ class Task:
 class DefaultRecipe:
     """Options that learn it on two CPU cores within minutes; each only counts where it was not given."""
 
-    num_rollout: int = 40
+    num_rollout: int = 50
     rollout_batch_size: int = 32
     n_samples_per_prompt: int = 8
     rollout_max_response_len: int = 6
