@@ -1,4 +1,4 @@
-"""`--rollout-backend` and the options that come with it, for any argparse parser: the built-in trainer's, slime's, Miles'.
+"""`--rollout-backend` and its options, for any argparse parser: the built-in trainer's, slime's, Miles'.
 
 `add_rollout_backend_arguments(parser)` is what a host's `parse_args(add_custom_arguments=…)` gets. An option that the
 host has already keeps the host's definition; its `--rollout-backend`, if there is one, gets our choices added.

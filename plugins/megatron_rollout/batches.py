@@ -1,7 +1,7 @@
 """Batches as `generate` takes and gives them: dicts of right-padded tensors, one row a sample.
 
-In: input_ids [B, S] (right-padded), input_lengths [B]; optional per-row stop_strings, stop_token_ids, seeds and sampling
-overrides (temperature, top_p, top_k, max_new_tokens). Out: output_ids and logprobs [B, S_out], generation_lengths,
+In: input_ids [B, S] (right-padded), input_lengths [B]; optional per-row stop_strings, stop_token_ids, seeds and
+sampling overrides (temperature, top_p, top_k, max_new_tokens). Out: output_ids and logprobs [B, S_out], generation_lengths,
 unpadded_sequence_lengths and truncated [B], weight_versions (spans, one list a row). Every other column is carried.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -29,7 +30,10 @@ class RolloutCell:
         return self.actors[0]
 
     def start(self, spec: RolloutSpec, *, timeout_s: float, seed: int = 1) -> None:
-        """Build the cell's world, models and engines. Raises TimeoutError after `timeout_s`, else what a rank raised."""
+        """Build the cell's world, models and engines.
+
+        Raises TimeoutError after `timeout_s`, else what a rank raised.
+        """
         start_cell(self.actors, timeout_s=timeout_s)
         self.pids = get([a.pid.remote() for a in self.actors], timeout_s)
         get(
@@ -120,10 +124,8 @@ def wait_until_gone(pids: Sequence[int], timeout_s: float) -> None:
     left = list(pids)
     while left:
         for pid in left:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         left = [pid for pid in left if _running(pid)]
         if left and time.monotonic() > deadline:
             raise TimeoutError(f"processes {left} are still there {timeout_s} s after SIGKILL")

@@ -31,8 +31,8 @@ class GenerationFailed(RuntimeError):
 class MegatronGeneration:
     """Generation on rollout cells, each one TP·PP replica with one megatron-core engine and one leader.
 
-    make_actors(cell index) → that cell's Ray actors (`RolloutWorker` or a class that also trains), one a rank, rank 0 the
-    leader. spec: what each rank is built from. sampling: defaults of every request. seed: of the run.
+    make_actors(cell index) → that cell's Ray actors (`RolloutWorker` or a class that also trains), one a rank, rank 0
+    the leader. spec: what each rank is built from. sampling: defaults of every request. seed: of the run.
     """
 
     def __init__(

@@ -104,7 +104,9 @@ def test_one_two_and_three_cells_take_the_same_step(one_rank: RankPool, checkpoi
 def test_thirteen_samples_over_every_cut(one_rank: RankPool, checkpoints: dict[str, Path]) -> None:
     fixed: list[dict[str, Any]] = [{"cells": c, "micro_batch_size": m} for c in (1, 2, 3, 4) for m in (1, 2, 4)]
     capped = [
-        {"cells": c, "use_dynamic_batch_size": True, "max_tokens_per_gpu": cap} for c in (1, 2, 3, 4) for cap in (24, 64)
+        {"cells": c, "use_dynamic_batch_size": True, "max_tokens_per_gpu": cap}
+        for c in (1, 2, 3, 4)
+        for cap in (24, 64)
     ]
     (results,) = one_rank.run(_cells_case, str(checkpoints["qwen2"]), 13, fixed + capped)
     assert len(results) == 2 * (len(fixed) + len(capped))
@@ -156,7 +158,9 @@ def test_layouts_take_the_same_step(
         assert result["norm"] == pytest.approx(alone["norm"], rel=TOLERANCE)
         assert result["empty"] == (0.0, 0.0)
         assert result["lr"] == alone["lr"]
-    assert any(a != b for x, y in zip(alone["logprobs"], alone["after"], strict=True) for a, b in zip(x, y, strict=True))
+    assert any(
+        a != b for x, y in zip(alone["logprobs"], alone["after"], strict=True) for a, b in zip(x, y, strict=True)
+    )
 
 
 def _rollout_against_training(rank: int, world: int, checkpoint: str) -> float:

@@ -14,7 +14,7 @@ from trainer_hooks.trainer.runtime import Runtime
 
 
 def supervised_warmup(args: argparse.Namespace, runtime: Runtime, tokenizer: Any, report: Report) -> None:
-    """`--warmup-steps` optimizer steps of cross entropy on the answers in `--warmup-data`; does nothing without either."""
+    """`--warmup-steps` optimizer steps of cross entropy on the answers in `--warmup-data`; nothing without either."""
     if not args.warmup_data or not args.warmup_steps:
         return
     pairs = read_pairs(args.warmup_data, input_key=args.input_key, label_key=args.label_key)

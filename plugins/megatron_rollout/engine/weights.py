@@ -21,8 +21,8 @@ ReadSlice = Callable[[str, int, int, int], torch.Tensor]
 class Mapping:
     """How one megatron-core parameter is made of Hugging Face tensors.
 
-    names: the tensors, in order (q, k, v / gate, up / one). dim: the dimension that tensor parallelism shards, None for a
-    replicated parameter. kind: "one", "qkv" or "gate_up".
+    names: the tensors, in order (q, k, v / gate, up / one). dim: the dimension that tensor parallelism shards, None for
+    a replicated parameter. kind: "one", "qkv" or "gate_up".
     """
 
     kind: str
