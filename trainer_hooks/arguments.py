@@ -56,6 +56,8 @@ def add_rollout_backend_arguments(parser: argparse.ArgumentParser) -> argparse.A
     add("--heartbeat-misses", type=int, default=10, help="missed heartbeats in a row that are a death")
     add("--check-weights", action="store_true", help="checksum every cell at every version, for the audit")
     add("--max-cell-restarts", type=int, default=5, help="restarts of one cell within a window before it is given up")
+    add("--control-port", type=int, help="serve the control page and API here (0: any free port; default: no server)")
+    add("--control-host", default="127.0.0.1", help="address of the control server (default: %(default)s)")
     add("--enable-fault-injection", action="store_true", help="let tests and the control server break things")
     add(
         "--inject-fault",

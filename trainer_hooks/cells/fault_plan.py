@@ -89,35 +89,37 @@ class FaultPlan:
         self._rollout = 0
         self._injected: dict[str, tuple[Fault, float]] = {}
         self._observed: set[str] = set()
-        if self.faults:
-            log.listeners.append(self.observe)
+        log.listeners.append(self.observe)
 
     def begin(self, rollout_id: int) -> None:
         """Arm what is to happen in this rollout."""
         self._rollout = rollout_id
         for fault in self._due():
             if fault.moment not in (*DRIVER_MOMENTS, "heal_destination"):
-                self._inject(fault, fault.moment)
+                self.inject(fault)
 
     def point(self, moment: str) -> None:
         """The driver is at `moment`."""
         for fault in self._due():
             if fault.moment == moment:
-                self._inject(fault, "now")
+                self.inject(fault, "now")
 
     def started(self, cell: int) -> None:
         """A replacement of a trainer cell is up and waits for its state."""
         for fault in self._due():
             if fault.moment == "heal_destination" and fault.cell == cell:
-                self._inject(fault, fault.moment)
+                self.inject(fault)
 
     def _due(self) -> list[Fault]:
         return [f for f in self.faults if f.rollout == self._rollout and str(f) not in self._injected]
 
-    def _inject(self, fault: Fault, moment: str) -> None:
+    def inject(self, fault: Fault, moment: str | None = None) -> None:
+        """Break the cell now or, armed, at the fault's own moment.
+
+        A cell that is down already cannot be broken: nothing is written, and who expects the fault misses it."""
         actors = self._actors(fault.side, fault.cell)
         if not actors:
-            return  # it is down already; the audit of the log will miss this fault
+            return
         event = self._log.append(
             "fault_injected",
             fault=str(fault),
@@ -130,7 +132,7 @@ class FaultPlan:
         self._injected[str(fault)] = (fault, event.time)
         # one rank is enough: the cell is one failure unit; a rollout cell's moments are its leader's
         target = actors[-1] if fault.side == SIDES[0] else actors[0]
-        target.arm_fault.remote(moment, fault.how)
+        target.arm_fault.remote(moment or fault.moment, fault.how)
 
     def observe(self, event: Event) -> None:
         """An event of the run: does it show that a fault was noticed?"""

@@ -111,9 +111,7 @@ class WeightSync:
 
     def _shared(self, version: int, cells: Sequence[int]) -> list[PairResult]:
         start = time.monotonic()
-        answers = self.generation.call_all(
-            "refit_shared", cells=cells, deadline_s=self.timeout_s, version=version
-        )
+        answers = self.generation.call_all("refit_shared", cells=cells, deadline_s=self.timeout_s, version=version)
         seconds = time.monotonic() - start
         return self._apply(
             [

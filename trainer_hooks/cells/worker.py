@@ -142,9 +142,7 @@ class TrainerWorker(RolloutWorker):
     def configure(self, store: str, quorum: Quorum, attempt: int = 0) -> None:
         """Join the cross-cell group of `quorum`: the ranks at this rank's place in all of its cells."""
         rank, world = quorum.rank_of(self.cell), quorum.world
-        self._train(
-            lambda: self._cells().configure(store, quorum.quorum_id, rank, world, attempt=attempt), "configure"
-        )
+        self._train(lambda: self._cells().configure(store, quorum.quorum_id, rank, world, attempt=attempt), "configure")
 
     @ray.method(concurrency_group="health")
     def abort_cross_cell(self, reason: str, through: int) -> None:

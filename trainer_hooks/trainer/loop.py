@@ -48,6 +48,7 @@ def train(
         if rollout_id == args.num_rollout or (args.eval_interval and rollout_id % args.eval_interval == 0):
             evaluate(rollouts, held_out, report, rollout_id)
         report.end(tokens=rollouts.tokens_generated, version=runtime.version)
+        runtime.tokens_per_s = report.rows[-1]["tokens_per_s"]
 
     if args.save_hf:
         runtime.group.save_hf(args.save_hf)

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_rollout.engine.architecture import read_architecture
 from trainer_hooks.arguments import add_rollout_backend_arguments
+from trainer_hooks.cells.fault_plan import parse_fault
 from trainer_hooks.trainer.data import split_slice
 from trainer_hooks.training.advantages import ADVANTAGE_ESTIMATORS
 from trainer_hooks.training.losses import KL_LOSS_TYPES
@@ -154,6 +155,7 @@ def validate(args: argparse.Namespace) -> None:
         )
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
         problems.append("--use-dynamic-batch-size needs --max-tokens-per-gpu")
+    problems += _faults(args)
     if args.bf16 and args.fp32:
         problems.append("--bf16 and --fp32 exclude each other")
     if problems:
@@ -184,6 +186,7 @@ _AT_LEAST_ONE = [
     "rollout_tensor_model_parallel_size",
     "rollout_pipeline_model_parallel_size",
     "rollout_max_requests",
+    "heartbeat_misses",
 ]
 _NOT_NEGATIVE = [
     "lr",
@@ -240,6 +243,20 @@ def _files(args: argparse.Namespace) -> list[str]:
             problems.append(f"{_flag(name)} {path}: no such file")
     if args.load is not None and not Path(args.load).is_dir():
         problems.append(f"--load {args.load}: no such directory")
+    return problems
+
+
+def _faults(args: argparse.Namespace) -> list[str]:
+    problems = []
+    if args.inject_fault and not args.enable_fault_injection:
+        problems.append("--inject-fault needs --enable-fault-injection")
+    for text in args.inject_fault:
+        try:
+            parse_fault(text)
+        except ValueError as error:
+            problems.append(f"--inject-fault: {error}")
+    if not args.heartbeat_interval > 0:
+        problems.append(f"--heartbeat-interval must be > 0 seconds, got {args.heartbeat_interval:g}")
     return problems
 
 

@@ -30,6 +30,7 @@ from trainer_hooks.cells.sync import PairResult, WeightSync
 from trainer_hooks.cells.timeouts import CellTimeouts
 from trainer_hooks.cells.train_group import TrainerCellHandle, TrainGroup
 from trainer_hooks.trainer.sample import Sample
+from trainer_hooks.trainer.steering import Steering
 from trainer_hooks.training.losses import PolicyLossConfig
 from trainer_hooks.training.spec import OptimizerSpec, TrainSpec
 
@@ -51,6 +52,8 @@ class Runtime:
         self._started_ray = False
         self._accepted: set[int] = set()
         self._caught_up: set[tuple[int, int, int]] = set()
+        self.steering: Steering | None = None
+        self.tokens_per_s: float | None = None
         self.rollout_id = 0
         self.version = 0
 
@@ -138,6 +141,8 @@ class Runtime:
         self.group.moment = self.faults.point
         self.group.on_started = lambda cell: self.faults.started(cell.index)
         self.generation.while_waiting = self.tend
+        if args.control_port is not None:
+            self.steering = Steering(self)
         self.sync = WeightSync(
             self.group, self.generation, store=store, timeout_s=args.refit_timeout, colocate=args.colocate
         )
@@ -178,7 +183,9 @@ class Runtime:
 
     def tend(self) -> None:
         """Between two pieces of work, and while the loop waits for samples: heal, and bring up to date what was
-        restarted. Raises NoLiveCells."""
+        restarted; then what the control server was asked for. Raises NoLiveCells."""
+        if self.steering is not None:
+            self.steering.take()
         if not self.args.use_fault_tolerance:
             return
         self.group.tend()
@@ -399,6 +406,9 @@ class Runtime:
 
     def close(self) -> None:
         """End every process of the run. Idempotent."""
+        if self.steering is not None:
+            self.steering.close()
+            self.steering = None
         if (fleet := getattr(self, "fleet", None)) is not None:
             fleet.close()
         if (generation := getattr(self, "generation", None)) is not None:
