@@ -131,18 +131,22 @@ class WeightMap:
         q, k, v = (x.reshape(groups, n, *tail) for x, n in zip(parts, (q_rows, rows, rows), strict=True))
         return torch.cat([q, k, v], 1).reshape(-1, *tail)
 
+    def views(self, name: str, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """This rank's slices of the Hugging Face tensors behind parameter `name`, in order, as views of its shard.
+
+        Those of a joint QKV parameter have one dimension more, [query groups, rows, ...]: reshaped, they are the slices.
+        """
+        mapping = self.mapping(name)
+        if mapping.kind == "qkv":
+            groups, q_rows, rows = self._groups()
+            return local.view(groups, q_rows + 2 * rows, *local.shape[1:]).split((q_rows, rows, rows), 1)
+        return local.chunk(len(mapping.names), 0)
+
     def hf_parts(self, name: str, local: torch.Tensor) -> Iterator[tuple[str, int | None, torch.Tensor]]:
         """(Hugging Face name, sharded dim, this rank's slice of it) for each tensor behind parameter `name`.
 
         Concatenating the slices of all tensor-parallel ranks along the dim gives the Hugging Face tensor.
         """
         mapping = self.mapping(name)
-        if mapping.kind == "qkv":
-            groups, q_rows, rows = self._groups()
-            tail = local.shape[1:]
-            grouped = local.reshape(groups, q_rows + 2 * rows, *tail)
-            parts = tuple(p.reshape(-1, *tail) for p in grouped.split((q_rows, rows, rows), 1))
-        else:
-            parts = local.chunk(len(mapping.names), 0)
-        for hf_name, part in zip(mapping.names, parts, strict=True):
-            yield hf_name, mapping.dim, part
+        for hf_name, part in zip(mapping.names, self.views(name, local), strict=True):
+            yield hf_name, mapping.dim, part.reshape(-1, *local.shape[1:])
