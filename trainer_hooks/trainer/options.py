@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_rollout.engine.architecture import read_architecture
 from trainer_hooks.arguments import add_rollout_backend_arguments
@@ -24,8 +24,14 @@ class OptionError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, not the page of usage that argparse prints; `--help` is there for that."""
+        self.exit(2, f"error: {message}\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m trainer_hooks.trainer",
         description="RL post-training with Megatron rollouts on independent DP cells. Without data and checkpoint it "
         "makes a tiny model and a small task of its own and learns it on the CPU.",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,6 @@ class Job:
 
     def run(self) -> int:
         """Run it; the exit status."""
-        import sys
-
         from trainer_hooks.trainer.loop import train
         from trainer_hooks.trainer.report import Report
         from trainer_hooks.trainer.rollout import Rollouts
@@ -47,8 +47,11 @@ class Job:
             except KeyboardInterrupt:
                 print("interrupted; everything was ended", file=sys.stderr)
                 return 130
-            except (RuntimeError, ValueError, TimeoutError, OSError) as error:
-                print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+            except Exception as error:  # the run is over whatever it was; the whole story goes to a file
+                log = Path(args.output_dir) / "error.log"
+                log.write_text("".join(traceback.format_exception(error)))
+                first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+                print(f"error: {type(error).__name__}: {first} (details: {log})", file=sys.stderr)
                 return 1
         report.summary()
         return 0
