@@ -230,7 +230,7 @@ class TrainGroup:
         if self.on_up is not None:
             self.on_up(cell)
 
-    def _gather(self) -> None:
+    def gather(self) -> None:
         """Wait for those that are to take part, and heal them. Every start has its own deadline and budget, so this
         ends. Raises NoLiveCells: nobody is left who holds the run's state."""
         supervisor = self.supervisor
@@ -251,7 +251,7 @@ class TrainGroup:
         """The quorum of the cells alive now, its cross-cell groups configured. Raises NoLiveCells."""
         failures = 0
         while True:
-            self._gather()
+            self.gather()
             with self._fencing:
                 members = self.live
                 quorum = self.quorum.next(Member(c.index, c.incarnation) for c in members)
@@ -445,7 +445,7 @@ class TrainGroup:
     def _on_one(self, call: Callable[[TrainerCellHandle], list[Any]]) -> None:
         """Let one live cell do it; if it dies, another. Raises NoLiveCells."""
         while True:
-            self._gather()
+            self.gather()
             self._members = self.live[:1]
             failed = self._on_cells(call, self.timeouts.checkpoint_s)[1]
             if not failed:

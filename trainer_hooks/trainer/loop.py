@@ -71,6 +71,7 @@ def one_rollout(
         runtime.accept(rollout_id, samples, rollouts.generated_by)
         runtime.finish_generation()
     with report.phase("convert"):
+        runtime.faults.point("convert")
         data = convert_samples_to_train_data(args, samples)
         report.add(rollout_metrics(data))
     with report.phase("freeze"):

@@ -178,6 +178,8 @@ class Runtime:
         """A rollout begins. Raises NoLiveCells."""
         self.rollout_id = rollout_id
         self.faults.point("idle")
+        if self.args.use_fault_tolerance and self.args.on_cell_failure == "wait":
+            self.group.gather()
         self.tend()
         self.faults.begin(rollout_id)
 
