@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ class RolloutCell:
         Raises TimeoutError after `timeout_s`, else what a rank raised.
         """
         start_cell(self.actors, timeout_s=timeout_s)
-        self.pids = get([a.pid.remote() for a in self.actors], timeout_s)
+        self.pids = local_pids(get([a.identity.remote() for a in self.actors], timeout_s))
         get(
             [a.start_rollout.remote(spec, cell=self.index, timeout_s=timeout_s, seed=seed) for a in self.actors],
             timeout_s,
@@ -100,17 +101,40 @@ def start_cell(actors: Sequence[Any], *, timeout_s: float) -> None:
     get([a.join_world.remote(host, port, i, len(actors), timeout_s) for i, a in enumerate(actors)], timeout_s)
 
 
+def local_pids(identities: Sequence[tuple[str, int]]) -> list[int]:
+    """The process ids among (host name, process id) that are of this host."""
+    here = socket.gethostname()
+    return [pid for host, pid in identities if host == here]
+
+
 def kill_actors(actors: Sequence[Any], pids: Sequence[int], timeout_s: float = 10.0) -> None:
-    """End actors for good. On this node the processes are reaped before this returns; elsewhere Ray kills them."""
+    """End actors for good, with the processes that they started. pids: of those on this host; they are gone before this
+    returns. Elsewhere Ray kills them. Raises TimeoutError with what is left after `timeout_s`."""
     import ray
 
     for actor in actors:
         ray.kill(actor, no_restart=True)
-    wait_until_gone([p for p in pids if _is_worker(p)], timeout_s)
+    deadline = time.monotonic() + timeout_s
+    while left := [one for pid in pids for one in _family(pid)]:
+        for one in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {left} are still there {timeout_s} s after SIGKILL")
+        time.sleep(0.02)
+
+
+def _family(worker: int) -> list[int]:
+    """Live processes of the group that a worker leads (see `RolloutWorker`), whether or not it lives itself."""
+    leader = _stat(worker)
+    if leader is not None and not _is_worker(worker):
+        return []  # the number was given to somebody else since
+    members = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [pid for pid in members if (stat := _stat(pid)) is not None and (pid == worker or stat[1] == worker)]
 
 
 def _is_worker(pid: int) -> bool:
-    """Whether the process on this node with that id is a Ray worker (the actor may live on another node)."""
+    """Whether the process is a Ray worker."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return file.read().startswith(b"ray::")
@@ -118,27 +142,14 @@ def _is_worker(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pids: Sequence[int], timeout_s: float) -> None:
-    """SIGKILL the processes and wait. Raises TimeoutError with those that are left after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    left = list(pids)
-    while left:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        left = [pid for pid in left if _running(pid)]
-        if left and time.monotonic() > deadline:
-            raise TimeoutError(f"processes {left} are still there {timeout_s} s after SIGKILL")
-        if left:
-            time.sleep(0.02)
-
-
-def _running(pid: int) -> bool:
+def _stat(pid: int) -> tuple[str, int] | None:
+    """(state, process group) of a process, None if it is gone or a zombie."""
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rsplit(")", 1)[1].split()
     except OSError:
-        return False
+        return None
+    return None if fields[0] in ("Z", "X") else (fields[0], int(fields[2]))
 
 
 MakeActors = Callable[[int], Sequence[Any]]

@@ -5,6 +5,7 @@ The methods here run in Ray's threads and never touch the engine themselves: the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -33,6 +34,8 @@ class RolloutWorker:
     def __init__(self, *, threads: int = 1, deterministic: bool = False, log_level: str = "WARNING") -> None:
         import logging
 
+        with contextlib.suppress(OSError):  # it leads a group already
+            os.setpgid(0, 0)  # what this process starts can be ended with it
         logging.basicConfig(level=log_level)
         logging.getLogger("megatron").setLevel(logging.ERROR)
         device.setup_process(threads=threads, deterministic=deterministic)
@@ -152,6 +155,11 @@ class RolloutWorker:
         faults.fault_point(command)
         return self._loop().call(command, **arguments).result(timeout=deadline_s)
 
+    def abort_refit(self, name: str, reason: str) -> None:
+        """Make this rank's part in refit group `name` raise now. From any thread, whatever the step loop does."""
+        if self.rollout is not None:
+            self.rollout.refit_member.abort(name, reason)
+
     def status(self) -> CellStatus:
         loop, rollout = self._loop(), self.rollout
         if rollout is None:
@@ -160,7 +168,7 @@ class RolloutWorker:
         if loop.error is not None:
             reason = str(loop.error)
         elif not rollout.weights_landed:
-            reason = "weights have not landed"
+            reason = rollout.updates.reason
         return CellStatus(
             serving=not reason,
             reason=reason,

@@ -31,5 +31,7 @@ def death_of(error: BaseException) -> DeathCause | None:
 
 
 def first_line(error: BaseException) -> str:
+    """The error in one line. Of what a remote call raised: the error there, without Ray's traceback around it."""
+    error = getattr(error, "cause", None) or error
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

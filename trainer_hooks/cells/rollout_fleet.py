@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_rollout.cell import get, kill_actors, start_cell
+from megatron_rollout.cell import get, kill_actors, local_pids, start_cell
 from megatron_rollout.cell_types import RolloutSpec
 from megatron_rollout.generation import MegatronGeneration
 from megatron_rollout.health import FleetHealth, HealthPolicy, Refit, RolloutState
@@ -130,7 +130,7 @@ class RolloutFleet:
         try:
             actors = list(self._make_actors(index))
             identities = get([a.identity.remote() for a in actors], limit)
-            pids = [pid for _, pid in identities]
+            pids = local_pids(identities)
             start_cell(actors, timeout_s=limit)
             get(
                 [

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from megatron_rollout.cell import get, kill_actors, start_cell
+from megatron_rollout.cell import get, kill_actors, local_pids, start_cell
 from megatron_rollout.cell_types import RolloutSpec
 from megatron_rollout.sharding import check_global_batch_size, merge_shards, split_train_data_by_dp
 from trainer_hooks.cells.arbiter import COMMIT, DISCARD, Arbiter
@@ -48,7 +48,8 @@ class TrainerCellHandle:
 
     @property
     def pids(self) -> list[int]:
-        return [pid for _, pid in self.identities]
+        """Of the ranks on this host."""
+        return local_pids(self.identities)
 
 
 class StepFailed(RuntimeError):
