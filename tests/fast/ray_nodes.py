@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from unittest import mock
 
 START_S = 150.0
 _NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False}
+_NODE |= {"include_log_monitor": False, "no_monitor": True}
 _ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -52,30 +54,31 @@ def ray_nodes(nodes: Sequence[dict[str, Any]]) -> Iterator[Any]:
 
 
 def add_node(cluster: Any, **options: Any) -> Any:
-    """Start one more node and wait for it.
+    """Start one more node and wait for it, longer than Ray's own 30 s: a busy machine needs more.
 
-    A raylet ends itself when its agent has not come up after 15 s, which a busy machine exceeds now and then: there are
-    three attempts.
+    Without Ray's dashboard and its agents: nobody looks at them here, and a raylet ends itself when its agent is not up
+    after 15 s.
     """
+    from ray._private import services, utils
     from ray._private.node import Node
 
-    started: list[Node] = []
-    start = Node.start_ray_processes
+    look = services.get_node
+    until = time.monotonic() + START_S
 
-    def remember(node: Node) -> None:
-        started.append(node)
-        start(node)
+    def look_patiently(*args: Any, **kwargs: Any) -> Any:
+        while True:
+            try:
+                return look(*args, **kwargs)
+            except RuntimeError:  # not registered yet
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.2)
 
-    for attempt in range(3):
-        try:
-            with mock.patch.object(Node, "start_ray_processes", remember):
-                node = cluster.add_node(wait=False, **_NODE | options)
-            break
-        except Exception:  # Ray raises no narrower one
-            for failed in started:
-                failed.kill_all_processes(check_alive=False, allow_graceful=False)
-            if attempt == 2:
-                raise
-            started.clear()
+    with (
+        mock.patch.object(services, "get_node", look_patiently),
+        mock.patch.object(utils, "get_dashboard_dependency_error", lambda: ImportError("not wanted")),
+        mock.patch.object(Node, "start_api_server", lambda node, **_: None),
+    ):
+        node = cluster.add_node(wait=False, **_NODE | options)
     cluster.wait_for_nodes(timeout=START_S)
     return node
