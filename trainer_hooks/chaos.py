@@ -68,7 +68,7 @@ class Chaos:
         reference = self.reference(setup.reference, len(trials)) if setup.policy == "wait" else None
         faults = [fault for rollout, trial in enumerate(trials) for fault in trial.faults(rollout)]
         try:
-            events = self._run(setup, len(trials), [str(f) for f in faults])
+            events = self.run(setup, len(trials), [str(f) for f in faults])
             problem = ""
         except SessionFailed as error:
             events, problem = _events(self._output), f"the run failed: {error}"
@@ -82,10 +82,11 @@ class Chaos:
         """Weights at each version of the run without failure."""
         key = (setup, rollouts)
         if key not in self._references:
-            self._references[key] = weights_by_version(self._run(setup, rollouts, []))
+            self._references[key] = weights_by_version(self.run(setup, rollouts, []))
         return self._references[key]
 
-    def _run(self, setup: Setup, rollouts: int, faults: Sequence[str]) -> list[Event]:
+    def run(self, setup: Setup, rollouts: int, faults: Sequence[str]) -> list[Event]:
+        """One run of the trainer; its events. Raises SessionFailed."""
         self._count += 1
         self._output = output = self.directory / f"run-{self._count}"
         cells = ["--num-trainer-cells", str(setup.cells)]
