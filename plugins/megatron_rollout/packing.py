@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,24 @@ def pad_length(length: int, multiple_of: int) -> int:
     return -(-length // multiple_of) * multiple_of
 
 
-def validate_packing(
+def validate_packing(**options: Any) -> int:
+    """Check how a cell's layout and its micro-batches fit together; return the multiple to pad sequences to.
+
+    options: see `packing_problems`. Raises ValueError once, listing every violation.
+    """
+    if problems := packing_problems(**options):
+        raise ValueError("; ".join(problems))
+    explicit = options.get("make_sequence_length_divisible_by")
+    if explicit is not None:
+        return int(explicit)
+    return sequence_length_factor(
+        options.get("tensor_model_parallel_size", 1),
+        options.get("context_parallel_size", 1),
+        options.get("sequence_parallel", False),
+    )
+
+
+def packing_problems(
     *,
     world_size: int,
     tensor_model_parallel_size: int = 1,
@@ -56,13 +74,11 @@ def validate_packing(
     make_sequence_length_divisible_by: int | None = None,
     variable_seq_lengths: bool = False,
     pad_packs_alike: bool = True,
-) -> int:
-    """Check how a cell's layout and its micro-batches fit together; return the multiple to pad sequences to.
+) -> list[str]:
+    """Everything that a cell's layout and its micro-batches disagree on, one line each.
 
     world_size: ranks of one cell. packing: `--qkv-format thd`. pad_packs_alike: pad all packs of a step to the longest
     where PP > 1 needs one shape; variable_seq_lengths: the stages exchange shapes instead.
-
-    Raises ValueError once, listing every violation.
     """
     sizes = {
         "world_size": world_size,
@@ -75,7 +91,7 @@ def validate_packing(
     }
     problems = [f"{name} must be >= 1, got {size}" for name, size in sizes.items() if size is not None and size < 1]
     if problems:  # the rules below divide by these
-        raise ValueError("; ".join(problems))
+        return problems
 
     tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
     factor = sequence_length_factor(tp, cp, sequence_parallel)
@@ -109,9 +125,7 @@ def validate_packing(
             f"--max-tokens-per-gpu {max_tokens_per_gpu} times CP {cp} is below the shortest padded sequence of "
             f"{multiple_of} tokens"
         )
-    if problems:
-        raise ValueError("; ".join(problems))
-    return multiple_of
+    return problems
 
 
 def first_fit_decreasing(
@@ -156,6 +170,25 @@ def first_fit_decreasing(
             node //= 2
             room[node] = max(room[2 * node], room[2 * node + 1])
     return oversize + [sorted(members) for members in bins if members]
+
+
+def length_sorted_bins(lengths: Sequence[int], budget: int, *, multiple_of: int = 1) -> list[list[int]]:
+    """Bins for micro-batches without packing, [B, S] each with every sequence padded to the bin's longest.
+
+    Longest first, as many into a bin as B * S padded tokens stay within the budget; a sequence above it is alone.
+    Returns bins of indices into `lengths`, each sorted. Raises ValueError on a limit below 1.
+    """
+    if budget < 1 or multiple_of < 1:
+        raise ValueError(f"token budget and multiple_of must be >= 1, got {budget} and {multiple_of}")
+    bins: list[list[int]] = []
+    room = 0
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if room == 0:
+            bins.append([])
+            room = max(1, budget // max(1, pad_length(lengths[i], multiple_of)))
+        bins[-1].append(i)
+        room -= 1
+    return [sorted(members) for members in bins]
 
 
 # --- context-parallel zigzag -----------------------------------------------------------------------------------------
@@ -245,6 +278,12 @@ class PackedBatch:
             "max_seqlen_kv": self.max_seqlen,
         }
 
+    def as_rows(self, packed: Tensor) -> Tensor:
+        """[1, T, ...] as [B, S, ...], for packs whose segments have one length. Raises ValueError for others."""
+        if len(set(self.padded_lengths)) > 1:
+            raise ValueError(f"a pack with segments of {sorted(set(self.padded_lengths))} tokens has no rows")
+        return packed.reshape(len(self.padded_lengths), self.padded_lengths[0], *packed.shape[2:])
+
     def spans(self) -> list[tuple[int, int, int]]:
         """(row, first position, L) of each sequence."""
         spans, start = [], 0
@@ -317,12 +356,14 @@ def pack_sequences(
     multiple_of: int = 1,
     pad_token_id: int = 0,
     pad_packs_alike: bool = False,
+    pad_sequences_alike: bool = False,
 ) -> list[PackedBatch]:
     """One `PackedBatch` per bin of rows of `tokens`.
 
     An empty bin gives a pack of the minimum length, all padding: a rank without samples still runs forward and
     backward, with zero weight. No bins at all count as one empty bin. pad_packs_alike: all packs get the longest
-    one's length. Raises ValueError on a sequence without tokens.
+    one's length. pad_sequences_alike: all sequences of a pack get the longest one's length, so that it can be viewed as
+    [B, S] (`PackedBatch.as_rows`). Raises ValueError on a sequence without tokens.
     """
     lengths = [[len(tokens[row]) for row in rows] for rows in bins] or [[]]
     for rows, counts in zip(bins, lengths, strict=False):
@@ -330,6 +371,8 @@ def pack_sequences(
             if count < 1:
                 raise ValueError(f"row {row} has no token")
     padded = [[pad_length(n, multiple_of) for n in counts] for counts in lengths]
+    if pad_sequences_alike:
+        padded = [[max(sizes, default=0)] * len(sizes) for sizes in padded]
     longest = max(max(map(sum, padded)), multiple_of)
     packs = []
     for rows, counts, sizes in zip(bins or [[]], lengths, padded, strict=True):

@@ -1,4 +1,9 @@
-"""Micro-batches of one cell through megatron-core's schedule: packed, context-parallel, with or without gradient."""
+"""Micro-batches of one cell through megatron-core's schedule: packed or padded, context-parallel, with or without
+gradient.
+
+Whatever the model sees, everything else works on packs [1, T]: a padded micro-batch [B, S] is a pack whose sequences
+all have the padded length S.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +18,23 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 
 from megatron_rollout.device import device
-from megatron_rollout.packing import PackedBatch, pack_sequences, sequence_length_factor
+from megatron_rollout.packing import PackedBatch, length_sorted_bins, pack_sequences, pad_length
 from megatron_rollout.sharding import MicroBatchOptions, schedule_cell
-from trainer_hooks.training.context_parallel import gather_zigzag
-from trainer_hooks.training.logprobs import token_logprobs
+from megatron_rollout.sharding.micro_batches import schedule_packed
 from trainer_hooks.training.spec import TrainSpec
 
-#: (micro-batch, logits [1, T/CP, V/TP]) → (loss of this rank's tokens, additive metrics)
+#: (micro-batch, output [1, T/CP, ...] of the model) → (loss of this rank's tokens, additive metrics)
 Objective = Callable[[int, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+#: (micro-batch, output [1, T/CP, ...] of the model) → a tensor for each sequence of the pack, in the order of its rows
+Reader = Callable[[int, torch.Tensor], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class MicroBatches:
     """This rank's micro-batches of one shard. `packs[m].rows` are rows of the shard, as in `columns`.
 
-    tokens: per row, int64. columns: per-row response columns as tensors. response_lengths: per row.
+    tokens: per row, int64. columns: per-row response columns as tensors. response_lengths: per row. padded: the model
+    gets [B, S] instead of packed sequences.
     """
 
     packs: list[PackedBatch]
@@ -36,21 +43,16 @@ class MicroBatches:
     columns: dict[str, list[torch.Tensor]]
     cp_size: int
     cp_rank: int
+    padded: bool = False
 
     @classmethod
     def of_shard(cls, shard: Mapping[str, Any], spec: TrainSpec, groups: Any) -> MicroBatches:
         """Schedule a shard's samples over the data-parallel ranks of the cell and pack this rank's micro-batches."""
         where = device()
         tokens = [torch.as_tensor(t, dtype=torch.long, device=where) for t in shard["tokens"]]
-        options = MicroBatchOptions(
-            micro_batch_size=spec.micro_batch_size,
-            max_tokens=(spec.max_tokens_per_gpu or 0) * spec.cp if spec.use_dynamic_batch_size else None,
-            ranks=groups.dp.size(),
-        )
-        mine = schedule_cell([len(t) for t in tokens], options)[groups.dp.rank()]
-        packs = pack_sequences(
-            tokens, mine, multiple_of=sequence_length_factor(spec.tp, spec.cp, spec.sequence_parallel)
-        )
+        mine = _schedule_shard([len(t) for t in tokens], spec, groups.dp.size())[groups.dp.rank()]
+        padded = spec.qkv_format == "bshd"
+        packs = pack_sequences(tokens, mine, multiple_of=spec.multiple_of, pad_sequences_alike=padded)
         columns = {
             name: [torch.as_tensor(x, dtype=torch.float32, device=where) for x in shard[name]]
             for name in (
@@ -71,6 +73,7 @@ class MicroBatches:
             columns=columns,
             cp_size=spec.cp,
             cp_rank=groups.cp.rank(),
+            padded=padded,
         )
 
     def local(self, packed: torch.Tensor, m: int) -> torch.Tensor:
@@ -87,40 +90,53 @@ class MicroBatches:
             return None
         return self.local(self.packs[m].pack_response(self.columns[name]), m)
 
+    def run(self, model: torch.nn.Module, m: int) -> torch.Tensor:
+        """The model's output for micro-batch m: [1, T/CP, ...], or [B, S, ...] where padded."""
+        pack = self.packs[m]
+        if self.padded:
+            return model(pack.as_rows(pack.input_ids), pack.as_rows(pack.position_ids), None)
+        params = PackedSeqParams(**pack.attention_kwargs())
+        return model(self.local(pack.input_ids, m), self.local(pack.position_ids, m), None, packed_seq_params=params)
 
-def _forward_step(batches: MicroBatches, objective: Callable[[int, torch.Tensor], Any], *, forward_only: bool) -> Any:
+
+def _schedule_shard(lengths: Sequence[int], spec: TrainSpec, ranks: int) -> list[list[list[int]]]:
+    """Micro-batches of each data-parallel rank of the cell; the token cap counts what padding adds."""
+    costs = [pad_length(n, spec.multiple_of) for n in lengths]
+    cap = (spec.max_tokens_per_gpu or 0) * spec.cp if spec.use_dynamic_batch_size else None
+    options = MicroBatchOptions(micro_batch_size=spec.micro_batch_size, max_tokens=cap, ranks=ranks)
+    if cap is not None and spec.qkv_format == "bshd":
+        return schedule_packed(length_sorted_bins(costs, cap), costs, options, costs=costs, balance=True)
+    return schedule_cell(costs, options)
+
+
+def _forward_step(batches: MicroBatches, use: Callable[[int, torch.Tensor], Any], *, forward_only: bool) -> Any:
     def step(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
         m = next(iterator)
-        pack = batches.packs[m]
-        params = PackedSeqParams(**pack.attention_kwargs())
-        output = model(
-            batches.local(pack.input_ids, m),
-            batches.local(pack.position_ids, m),
-            None,
-            packed_seq_params=params,
-        )
 
-        def loss(logits: torch.Tensor, non_loss_data: bool = False) -> Any:
+        def loss(output: torch.Tensor, non_loss_data: bool = False) -> Any:
+            flat = output.flatten(0, 1)[None]  # rows of a padded micro-batch one after the other, as in its pack
             if forward_only:
-                return objective(m, logits)
-            value, metrics = objective(m, logits)
+                return use(m, flat)
+            value, metrics = use(m, flat)
             # the schedule in its per-token mode scales nothing; the count it asks for is not used
             return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
-        return output, loss
+        return batches.run(model, m), loss
 
     return step
 
 
 def _schedule(model: torch.nn.Module, batches: MicroBatches, step: Any, *, forward_only: bool) -> list[Any]:
-    longest = max(p.total_length for p in batches.packs) // batches.cp_size
+    # Stages exchange shapes (`variable_seq_lengths`), so these two are not relied upon; they are what is there anyway.
+    sequences = max(len(p.padded_lengths) for p in batches.packs) if batches.padded else 1
+    longest = max(p.max_seqlen if batches.padded else p.total_length for p in batches.packs) // batches.cp_size
     return get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=iter(range(len(batches.packs))),
         model=[model],
         num_microbatches=len(batches.packs),
         seq_length=longest,
-        micro_batch_size=1,
+        micro_batch_size=sequences,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
@@ -154,21 +170,16 @@ def _sum_over_cell(totals: dict[str, torch.Tensor], groups: Any) -> dict[str, fl
 
 
 @torch.no_grad()
-def forward_only(
-    model: torch.nn.Module, batches: MicroBatches, groups: Any, *, temperature: float
-) -> list[torch.Tensor]:
-    """Logprobs [R] of every sample of the cell, in row order, on the CPU of every rank."""
+def forward_only(model: torch.nn.Module, batches: MicroBatches, read: Reader, groups: Any) -> list[torch.Tensor]:
+    """What `read` makes of every sample of the cell, in row order, on the CPU of every rank, at least float32."""
     was_training = model.training
     model.eval()
 
-    def objective(m: int, logits: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        pack = batches.packs[m]
-        local = token_logprobs(logits, batches.targets(m), temperature=temperature, group=tp_group(groups))
-        whole = gather_zigzag(local, pack.padded_lengths, groups.cp if batches.cp_size > 1 else None)
-        parts = pack.unpack_response(whole, batches.response_lengths)
-        return [(row, part.float().cpu()) for row, part in zip(pack.rows, parts, strict=True)]
+    def rows(m: int, output: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        pairs = zip(batches.packs[m].rows, read(m, output), strict=True)
+        return [(row, part.float().cpu()) for row, part in pairs]
 
-    results = _schedule(model, batches, _forward_step(batches, objective, forward_only=True), forward_only=True)
+    results = _schedule(model, batches, _forward_step(batches, rows, forward_only=True), forward_only=True)
     model.train(was_training)
     mine = [pair for result in results for pair in result] if is_pp_last_stage(groups.pp) else []
     return _of_all_ranks(mine, len(batches.tokens), groups)
@@ -191,3 +202,8 @@ def _of_all_ranks(mine: Sequence[tuple[int, torch.Tensor]], rows: int, groups: A
 def tp_group(groups: Any) -> Any:
     """The tensor-parallel group, None where it is one rank."""
     return groups.tp if groups.tp.size() > 1 else None
+
+
+def cp_group(groups: Any) -> Any:
+    """The context-parallel group, None where it is one rank."""
+    return groups.cp if groups.cp.size() > 1 else None

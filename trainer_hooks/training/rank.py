@@ -12,30 +12,32 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_rollout.engine.architecture import read_architecture
+from megatron_rollout.engine.architecture import Architecture, read_architecture
 from megatron_rollout.engine.checkpoint import load_hf, save_hf
 from megatron_rollout.engine.model import build_model, transformer_config
 from megatron_rollout.engine.weights import WeightMap
 from trainer_hooks.training.forward import MicroBatches, forward_only, run_schedule
-from trainer_hooks.training.objectives import policy_objective, supervised_objective
+from trainer_hooks.training.objectives import OBJECTIVES, read_logprobs
 from trainer_hooks.training.spec import OptimizerSpec, TrainSpec
 
 Shard = Mapping[str, Any]
 
 
 class TrainerRank:
-    """Policy (and reference) of one rank, inside an initialised cell."""
+    """Policy (and reference) of one rank, inside an initialised cell. `build` says what model it is."""
 
     def __init__(self, spec: TrainSpec) -> None:
         self.spec = spec
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.architecture = read_architecture(spec.hf_checkpoint)
+        self.architecture = self.read_architecture()
         self.dtype = getattr(torch, spec.dtype)
         config = transformer_config(
             self.architecture,
@@ -48,17 +50,18 @@ class TrainerRank:
             **spec.model_overrides,
         )
         config.finalize_model_grads_func = _finalize
-        self.model = build_model(self.architecture, config, max_sequence_length=spec.max_sequence_length)
+        self.model = self.build(config)
         self.weight_map = WeightMap(
             self.architecture,
             tp=spec.tp,
             tp_rank=self.groups.tp.rank(),
             layer_offset=get_transformer_layer_offset(config, pp_rank=self.groups.pp.rank()),
+            value_head=self.value_head,
         )
         load_hf(self.model, self.weight_map, spec.hf_checkpoint)
         self.reference: torch.nn.Module | None = None
         if spec.with_reference:
-            self.reference = build_model(self.architecture, config, max_sequence_length=spec.max_sequence_length)
+            self.reference = self.build(config)
             load_hf(self.reference, self.weight_map, spec.hf_checkpoint)
             self.reference.requires_grad_(False)
         wrapped: torch.nn.Module = Float16Module(config, self.model) if self.dtype == torch.bfloat16 else self.model
@@ -72,6 +75,17 @@ class TrainerRank:
         )
         self.optimizer_steps = 0
         self.use_optimizer(spec.optimizer)
+
+    # -- what a value model has otherwise -----------------------------------------------------------------------
+
+    value_head = False
+
+    def read_architecture(self) -> Architecture:
+        return read_architecture(self.spec.hf_checkpoint)
+
+    def build(self, config: TransformerConfig) -> GPTModel:
+        """The bare model of this rank, before its weights are loaded and DDP wraps it."""
+        return build_model(self.architecture, config, max_sequence_length=self.spec.max_sequence_length)
 
     def use_optimizer(self, spec: OptimizerSpec) -> None:
         """Begin with a fresh optimizer and schedule (moments and step count start anew)."""
@@ -89,7 +103,7 @@ class TrainerRank:
         if model is None:
             raise RuntimeError("logprobs of the reference were asked for, but the trainer was built without one")
         batches = self.micro_batches(shard)
-        return forward_only(model, batches, self.groups, temperature=self.spec.temperature)
+        return forward_only(model, batches, read_logprobs(batches, self.spec, self.groups), self.groups)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -104,12 +118,9 @@ class TrainerRank:
         self.optimizer.zero_grad()
         self.ddp.train()
         batches = self.micro_batches(shard)
-        if objective == "policy":
-            loss = policy_objective(batches, self.spec, self.groups)
-        elif objective == "supervised":
-            loss = supervised_objective(batches, self.groups)
-        else:
-            raise ValueError(f"objective must be policy or supervised, got {objective!r}")
+        if objective not in OBJECTIVES:
+            raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {objective!r}")
+        loss = OBJECTIVES[objective](batches, self.spec, self.groups)
         return run_schedule(self.ddp, batches, loss, self.groups)
 
     def gradients(self) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rollout.packing import sequence_length_factor
 from trainer_hooks.training.losses import PolicyLossConfig
 
 
@@ -34,7 +35,9 @@ class TrainSpec:
 
     with_reference: keep a frozen copy of the initial policy for KL. temperature: of the rollout; logprobs are of
     logits / temperature. calculate_per_token_loss: mean over the step's tokens instead of over its rollouts.
-    micro_batch_size, use_dynamic_batch_size, max_tokens_per_gpu: as the trainers' options of these names.
+    micro_batch_size, use_dynamic_batch_size, max_tokens_per_gpu, value_clip: as the trainers' options of these names.
+    qkv_format: "thd" packs the sequences of a micro-batch, "bshd" pads them to the longest.
+    make_sequence_length_divisible_by: pad each sequence to a multiple of it (default: the least that the layout takes).
     """
 
     hf_checkpoint: str
@@ -51,8 +54,17 @@ class TrainSpec:
     micro_batch_size: int = 1
     use_dynamic_batch_size: bool = False
     max_tokens_per_gpu: int | None = None
+    qkv_format: str = "thd"
+    make_sequence_length_divisible_by: int | None = None
     value_clip: float | None = 0.2
     seed: int = 1
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     model_overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def multiple_of(self) -> int:
+        """What each padded sequence length is a multiple of."""
+        return self.make_sequence_length_divisible_by or sequence_length_factor(
+            self.tp, self.cp, self.sequence_parallel
+        )
