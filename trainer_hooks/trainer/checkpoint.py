@@ -95,6 +95,7 @@ class Checkpoints:
             version=self.runtime.version,
             seconds=time.monotonic() - start,
         )
+        self.runtime.spill.forget_through(rollout_id)
         for old in complete(self.directory)[: -self.args.save_retain]:
             shutil.rmtree(old)
         return target

@@ -67,8 +67,11 @@ def one_rollout(
     runtime.begin(rollout_id)
     report.begin(rollout_id, live_cells=(len(runtime.group.live), len(runtime.generation.live_cells)))
     with report.phase("generate"):
-        samples = rollouts.generate(rollout_id, prompts.next_batch(args.rollout_batch_size))
-        runtime.accept(rollout_id, samples, rollouts.generated_by)
+        batch = prompts.next_batch(args.rollout_batch_size)
+        samples = runtime.kept(rollout_id)
+        if samples is None:
+            samples = rollouts.generate(rollout_id, batch)
+            runtime.accept(rollout_id, samples, rollouts.generated_by)
         runtime.finish_generation()
     with report.phase("convert"):
         runtime.faults.point("convert")

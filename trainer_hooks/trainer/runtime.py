@@ -30,6 +30,7 @@ from trainer_hooks.cells.sync import PairResult, WeightSync
 from trainer_hooks.cells.timeouts import CellTimeouts
 from trainer_hooks.cells.train_group import TrainerCellHandle, TrainGroup
 from trainer_hooks.trainer.sample import Sample
+from trainer_hooks.trainer.spill import Spill
 from trainer_hooks.trainer.steering import Steering
 from trainer_hooks.training.losses import PolicyLossConfig
 from trainer_hooks.training.spec import OptimizerSpec, TrainSpec
@@ -51,6 +52,7 @@ class Runtime:
         self.log: EventLog
         self._started_ray = False
         self._accepted: set[int] = set()
+        self._kept: set[int] = set()
         self._caught_up: set[tuple[int, int, int]] = set()
         self.steering: Steering | None = None
         self.tokens_per_s: float | None = None
@@ -84,8 +86,10 @@ class Runtime:
         output = Path(args.output_dir)
         output.mkdir(parents=True, exist_ok=True)
         log_path = output / "events.jsonl"
+        self.spill = Spill(output / "spill", args)
         if args.load is None:
             log_path.unlink(missing_ok=True)
+            self.spill.forget_all()
         self.log = EventLog(log_path)
         self.log.append(
             "run_started",
@@ -204,9 +208,15 @@ class Runtime:
     def accept(self, rollout_id: int, samples: Sequence[Sample], generated_by: Mapping[int, list[int]]) -> None:
         """The samples enter the batch of this rollout: each will be trained once."""
         self._accepted.add(rollout_id)
+        if self.args.save or self.args.save_interval:
+            self.spill.write(rollout_id, samples)
         for cell, indices in sorted(generated_by.items()):
             self.log.append("generated", rollout_id=rollout_id, cell=cell, samples=indices)
         self.log.append("accepted", rollout_id=rollout_id, samples=[s.index for s in samples], roles=["actor"])
+
+    def kept(self, rollout_id: int) -> list[Sample] | None:
+        """A rollout that was finished and accepted before a restore, None if it has to be generated."""
+        return self.spill.read(rollout_id) if rollout_id in self._kept else None
 
     def finish_generation(self) -> None:
         """Colocated: the engines make room for training until the next refit wakes them."""
@@ -258,15 +268,18 @@ class Runtime:
 
     def restore(self, checkpoint: str, state: Mapping[str, Any]) -> None:
         """Take the driver's own state from a checkpoint: version, quorum, the last step that stands. Rollouts that were
-        accepted after it are generated again."""
+        accepted after it are taken from the spill; those that are not there are generated again."""
         self.version = int(state["version"])
         quorum = Quorum.from_dict(state["quorum"])
         self.group.quorum = Quorum(max(quorum.quorum_id, self.group.quorum.quorum_id))
         self.group.last_step = tuple(state["step"]) if state["step"] else None  # type: ignore[assignment]
         accepted = self._accepted | {e["rollout_id"] for e in self.log.recovered if e.kind == "accepted"}
-        lost = sorted(r for r in accepted if r > int(state["rollout_id"]))
+        later = sorted(r for r in accepted if r > int(state["rollout_id"]))
+        lost = [r for r in later if self.spill.read(r) is None]
+        self._accepted.update(later)
         self._accepted.difference_update(lost)
         self.group.version = self.version
+        self._kept = set(later) - set(lost)
         self.group.arbiter.restore(checkpoint, {"actor": self.group.last_step}, self.version, lost)
 
     def _start_ray(self) -> None:
