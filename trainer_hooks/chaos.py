@@ -100,7 +100,7 @@ class Chaos:
                 [sys.executable, "-m", "trainer_hooks.trainer", *options],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,
             )
             try:
                 status = process.wait(self.deadline_s)
