@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
+from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -24,6 +27,16 @@ def start_ray(**options: Any) -> None:
             return
         except Exception as error:  # Ray raises a bare Exception here; anything but slowness is raised on
             ray.shutdown()
+            _kill_ray_children()
             if "timed out during startup" not in str(error) or attempt == _ATTEMPTS:
                 raise
             logger.warning("Ray's node did not start in time (%d of %d attempts)", attempt, _ATTEMPTS)
+
+
+def _kill_ray_children() -> None:
+    """End the processes of a node that did not come up: Ray forgets those."""
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in children.read_text().split():
+            with contextlib.suppress(OSError):  # it has ended by itself
+                if b"/ray/" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(int(pid), signal.SIGKILL)
