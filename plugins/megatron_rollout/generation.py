@@ -153,7 +153,11 @@ class MegatronGeneration:
         arrived: asyncio.Queue[GenerationOutput] = asyncio.Queue()
         failed = 0
         if requests:
-            self.dispatcher.submit(requests, lambda output: loop.call_soon_threadsafe(arrived.put_nowait, output))
+
+            def hand_over(output: GenerationOutput) -> None:
+                loop.call_soon_threadsafe(arrived.put_nowait, output)
+
+            self.dispatcher.submit(requests, hand_over)
         try:
             while rows:
                 output = await arrived.get()

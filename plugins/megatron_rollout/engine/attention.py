@@ -183,8 +183,11 @@ class CoreAttention(MegatronModule):
                 [self._packed(query[:, i], key[:, i], value[:, i], [s * cp], cp, dropout) for i in range(b)], dim=1
             )
         else:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out = F.scaled_dot_product_attention(
-                *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
+                q,
+                k,
+                v,
                 dropout_p=dropout,
                 scale=self.softmax_scale,
                 is_causal=True,
