@@ -65,18 +65,21 @@ class Chaos:
 
     def session(self, setup: Setup, trials: Sequence[Trial]) -> list[Verdict]:
         """Run the trainer once through `trials`, one a rollout, and judge them."""
-        reference = self.reference(setup.reference, len(trials)) if setup.policy == "wait" else None
         faults = [fault for rollout, trial in enumerate(trials) for fault in trial.faults(rollout)]
+        reference: dict[int, str] | None = None
+        events: list[Event] = []
+        problem = ""
         try:
+            if setup.policy == "wait":
+                reference = self.reference(setup.reference, len(trials))
             events = self.run(setup, len(trials), [str(f) for f in faults])
-            problem = ""
         except SessionFailed as error:
             events, problem = _events(self._output), f"the run failed: {error}"
         report = audit(events, unfinished=bool(problem))
         if not problem and report.problems:
             problem = f"audit: {report.problems[0]} ({len(report.problems)} in all)"
         verdicts = [judge(trial, rollout, events, reference) for rollout, trial in enumerate(trials)]
-        return [Verdict(v.trial, v.why or problem, v.seconds) for v in verdicts]
+        return [Verdict(v.trial, problem or v.why, v.seconds) for v in verdicts]
 
     def reference(self, setup: Setup, rollouts: int) -> dict[int, str]:
         """Weights at each version of the run without failure."""

@@ -26,6 +26,7 @@ from megatron_rollout.engine.model import build_model, transformer_config
 from megatron_rollout.engine.weights import WeightMap
 from trainer_hooks.training.forward import MicroBatches, forward_only, run_schedule
 from trainer_hooks.training.objectives import OBJECTIVES, read_logprobs
+from trainer_hooks.training.optimizer_state import load_optimizer_state, optimizer_state
 from trainer_hooks.training.spec import OptimizerSpec, TrainSpec
 
 Shard = Mapping[str, Any]
@@ -178,7 +179,7 @@ class TrainerRank:
 
         return {
             "model": {k: v for k, v in self.model.state_dict().items() if isinstance(v, torch.Tensor)},
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer_state(self.optimizer),
             "scheduler": self.scheduler.state_dict(),
             "rng": torch.get_rng_state(),
             "rng_tracker": get_cuda_rng_tracker().get_states(),
@@ -189,7 +190,7 @@ class TrainerRank:
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         self.model.load_state_dict(state["model"], strict=False)
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer_state(self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["rng"])
         get_cuda_rng_tracker().set_states(state["rng_tracker"])
