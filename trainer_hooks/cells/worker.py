@@ -19,7 +19,6 @@ import torch.distributed as dist
 from megatron_rollout import device, faults
 from megatron_rollout.cell_types import RolloutSpec
 from megatron_rollout.engine.parallel import init_megatron
-from megatron_rollout.weight_sync.member import RefitMember
 from megatron_rollout.worker import RolloutWorker
 from trainer_hooks.cells.group import CrossCellGroup
 from trainer_hooks.cells.quorum import Attempt, Quorum, StepGuard
@@ -28,6 +27,7 @@ from trainer_hooks.cells.timeouts import CellTimeouts
 from trainer_hooks.training.spec import OptimizerSpec, TrainSpec
 
 if TYPE_CHECKING:
+    from megatron_rollout.weight_sync.reshard import ReshardGroup
     from trainer_hooks.training.rank import TrainerRank
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class TrainerWorker(RolloutWorker):
         self._phase = ""
         self._heal: CrossCellGroup | None = None
         self.cells: CrossCellGroup | None = None
-        self._refit = RefitMember()
+        self._reshard: ReshardGroup | None = None
         self._gradients_of: Attempt | None = None
 
     def _moved(self) -> None:
@@ -294,33 +294,33 @@ class TrainerWorker(RolloutWorker):
     def join_refit_group(self, **arguments: Any) -> None:
         """Become a source of a refit group (see `ReshardGroup`)."""
 
+        from megatron_rollout.weight_sync.reshard import ReshardGroup
+
         def join() -> None:
-            sends = self._trainer().groups.dp_cp.rank() == 0  # the other replicas would only repeat it
-            self._refit.join([{"sends": sends, **arguments}])
+            self.leave_refit()
+            self._reshard = ReshardGroup(**arguments)
 
         self._train(join, "refit")
 
-    def send_weights(self, version: int, within_s: float | None = None) -> int:
-        """Give the group's rollout cells their slices of the current weights, which are `version`; returns the bytes
-        that this rank sent. Collective over the group. Raises TransferFailed: the group is left then."""
+    def send_weights(self) -> None:
+        """Give the group's rollout cells their slices of the current weights. Collective over the group."""
 
-        def send() -> int:
+        def send() -> None:
+            if self._reshard is None:
+                raise RuntimeError(f"cell {self.cell} has joined no refit group")
             faults.fault_point("refit")
             try:
-                self._refit.prepare(self._trainer().model, None, version=version, within_s=within_s)
-                self._refit.move()
+                self._reshard.send(self._trainer().model)
             except BaseException:
-                self._refit.leave()
+                self.leave_refit()
                 raise
-            faults.fault_point("refit_sent")
-            return self._refit.bytes_sent
 
-        return self._train(send, "refit")
+        self._train(send, "refit")
 
-    @ray.method(concurrency_group="health")
-    def abort_refit(self, name: str, reason: str) -> None:
-        super().abort_refit(name, reason)
-        self._refit.abort(name, reason)
+    def leave_refit(self) -> None:
+        if self._reshard is not None:
+            self._reshard.close()
+        self._reshard = None
 
     def checksum(self) -> str:
         """Over the whole model, independent of its layout. Collective over the cell."""
