@@ -36,3 +36,10 @@ def one_rank() -> Iterator[RankPool]:
 def two_ranks() -> Iterator[RankPool]:
     with RankPool(2, timeout=START_S) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    """For tests marked slow: four such processes take minutes to start on two cores."""
+    with RankPool(4, timeout=2 * START_S) as pool:
+        yield pool
