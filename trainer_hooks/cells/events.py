@@ -92,9 +92,9 @@ KINDS: dict[str, Kind] = {
     "cell_resumed": Kind("An operator put it back.", _CELL, _ROLE),
     "heal": Kind(
         "A trainer cell took its state from `source` (null: initial weights or a checkpoint) and joins the next "
-        "quorum.",
+        "quorum. start_seconds: what its process took until it could take the state; seconds, bytes: of the transfer.",
         {"cell": int, "incarnation": int, "source": (int, None), "version": int},
-        {**_ROLE, "seconds": float, "bytes": int},
+        {**_ROLE, "start_seconds": float, "seconds": float, "bytes": int},
     ),
     "checkpoint": Kind(
         "A checkpoint is complete and verified.",

@@ -45,6 +45,7 @@ class TrainerCellHandle:
     incarnation: int = 0
     identities: list[Identity] = field(default_factory=list)
     alive: bool = True
+    start_seconds: float = 0.0
 
     @property
     def pids(self) -> list[int]:
@@ -132,6 +133,7 @@ class TrainGroup:
     def _start(self, index: int, incarnation: int) -> None:
         cell = TrainerCellHandle(index, list(self._make_actors(index)), incarnation)
         limit = self.timeouts.start_s
+        began = time.monotonic()
         try:
             cell.identities = get([a.identity.remote() for a in cell.actors], limit)
             start_cell(cell.actors, timeout_s=limit)
@@ -141,6 +143,7 @@ class TrainGroup:
         except BaseException:
             kill_actors(cell.actors, cell.pids, self.timeouts.kill_s)
             raise
+        cell.start_seconds = time.monotonic() - began
         self.cells[index] = cell
         self._heartbeats.watch(index, incarnation, cell.actors, cell.identities)
         if self.on_started is not None:
@@ -157,6 +160,7 @@ class TrainGroup:
             incarnation=cell.incarnation,
             source=None if heal is None else heal.source,
             version=self.version,
+            start_seconds=cell.start_seconds,
             **extra,
         )
 
