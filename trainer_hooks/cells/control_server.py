@@ -44,7 +44,7 @@ from trainer_hooks.cells.control import (
 from trainer_hooks.cells.control_page import PAGE
 from trainer_hooks.cells.events import SIDES
 
-_ACTIONS = {"suspend": SuspendCell, "resume": ResumeCell}
+_ACTIONS: dict[str, type[SuspendCell] | type[ResumeCell]] = {"suspend": SuspendCell, "resume": ResumeCell}
 #: A change is a few words.
 _MAX_BODY = 64 * 1024
 

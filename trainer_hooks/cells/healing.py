@@ -100,8 +100,8 @@ class Healer:
         if not errors:
             return Heal(cell.index, cell.incarnation, source.index, nbytes, time.monotonic() - began)
         for side in (source, cell):
-            error = errors.get(side.index)
-            if error is not None and (cause := death_of(error)) is not None:
+            failure = errors.get(side.index)
+            if failure is not None and (cause := death_of(failure)) is not None:
                 self._bury(side.index, cause, side.incarnation)
         cause_text = "; ".join(f"cell {index}: {first_line(error)}" for index, error in errors.items())
         logger.warning("cell %d did not heal from cell %d: %s", cell.index, source.index, cause_text)
