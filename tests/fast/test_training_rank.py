@@ -46,12 +46,14 @@ def _batch(samples: int, *, per_token: bool) -> dict[str, Any]:
 
 
 def _trainer(checkpoint: str, *, tp: int = 1, pp: int = 1, cp: int = 1, **spec: Any) -> Any:
+    from megatron.core.inference.utils import InferenceMode
     from megatron_ranks import use_layout
 
     from trainer_hooks.training.rank import TrainerRank
     from trainer_hooks.training.spec import OptimizerSpec, TrainSpec
 
     use_layout(tp, pp, cp)
+    InferenceMode.unset_active()  # an engine of an earlier test in this process may have left it on
     options: dict[str, Any] = dict(temperature=0.7, optimizer=OptimizerSpec(lr=1e-3), max_sequence_length=128)
     return TrainerRank(TrainSpec(checkpoint, tp=tp, pp=pp, cp=cp, **options | spec))
 
