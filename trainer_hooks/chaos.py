@@ -41,9 +41,10 @@ from trainer_hooks.cells.trials import (
     weights_by_version,
 )
 
-#: A small run of the built-in task: what counts is what survives, not what is learned.
+#: A small run of the built-in task: what counts is what survives, not what is learned. The entropy bonus makes sure
+#: that every step changes the weights, whatever the rewards.
 _RUN = """--rollout-backend megatron --rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 32
-    --warmup-steps 0 --rollout-max-requests 32 --deterministic --check-weights --use-fault-tolerance
+    --entropy-coef 0.05 --warmup-steps 0 --rollout-max-requests 32 --deterministic --check-weights --use-fault-tolerance
     --enable-fault-injection --max-cell-restarts 20"""
 
 
@@ -85,7 +86,10 @@ class Chaos:
         """Weights at each version of the run without failure."""
         key = (setup, rollouts)
         if key not in self._references:
-            self._references[key] = weights_by_version(self.run(setup, rollouts, []))
+            weights = weights_by_version(self.run(setup, rollouts, []))
+            if len(set(weights.values())) != rollouts + 1:
+                raise SessionFailed(f"the run without failure proves nothing: its weights at each version are {weights}")
+            self._references[key] = weights
         return self._references[key]
 
     def run(self, setup: Setup, rollouts: int, faults: Sequence[str]) -> list[Event]:
