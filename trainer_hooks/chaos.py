@@ -88,7 +88,7 @@ class Chaos:
         if key not in self._references:
             weights = weights_by_version(self.run(setup, rollouts, []))
             if len(set(weights.values())) != rollouts + 1:
-                raise SessionFailed(f"the run without failure proves nothing: its weights at each version are {weights}")
+                raise SessionFailed(f"the run without failure proves nothing: its weights are {weights}")
             self._references[key] = weights
         return self._references[key]
 
