@@ -191,6 +191,7 @@ class TrainerRank:
 
         self.model.load_state_dict(state["model"], strict=False)
         load_optimizer_state(self.optimizer, state["optimizer"])
+        self.scheduler.num_steps = 0  # megatron-core adds the saved steps to those that were taken here
         self.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["rng"])
         get_cuda_rng_tracker().set_states(state["rng_tracker"])
