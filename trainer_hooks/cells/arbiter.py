@@ -152,12 +152,14 @@ class Arbiter:
                 self._decide(ballot, COMMIT, "every cell voted commit")
             return VoteReply(VoteResult.ACCEPTED, self._decided.get(attempt))
 
-    def lose(self, cell: int, cause: str) -> list[Decision]:
-        """`cell` is dead: attempts that still wait for its vote are discarded now, not at the deadline. A vote that it
-        sent before it died counts. Returns the decisions this made."""
+    def lose(self, cell: int, cause: str, role: str | None = None) -> list[Decision]:
+        """`cell` of `role` (None: of every role) is dead: attempts that still wait for its vote are discarded now, not
+        at the deadline. A vote that it sent before it died counts. Returns the decisions this made."""
         with self._changed:
             made = []
             for ballot in list(self._open.values()):
+                if role not in (None, ballot.attempt.step.role):
+                    continue
                 if cell in ballot.cells and cell not in ballot.votes:
                     made.append(self._decide(ballot, DISCARD, f"cell {cell} died before its vote: {cause}"))
             return made

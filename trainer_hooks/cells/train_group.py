@@ -23,7 +23,7 @@ from trainer_hooks.cells.deaths import death_of, first_line
 from trainer_hooks.cells.event_log import EventLog
 from trainer_hooks.cells.healing import Heal, Healer
 from trainer_hooks.cells.heartbeat import Heartbeats, Identity
-from trainer_hooks.cells.quorum import Attempt, Member, NoLiveCells, Quorum, Step
+from trainer_hooks.cells.quorum import Attempt, GroupShape, Member, NoLiveCells, Quorum, Step, check_connect
 from trainer_hooks.cells.state import DeathCause, DeathKind, RestartPolicy
 from trainer_hooks.cells.supervisor import Supervisor
 from trainer_hooks.cells.timeouts import CellTimeouts
@@ -94,6 +94,7 @@ class TrainGroup:
         self.wait = wait
         self.version = 0
         self.last_step: tuple[int, int] | None = None
+        self.critic: TrainGroup | None = None
         self.on_up: Callable[[TrainerCellHandle], None] | None = None
         self.on_started: Callable[[TrainerCellHandle], None] | None = None
         self.moment: Callable[[str], None] = lambda name: None
@@ -172,6 +173,19 @@ class TrainGroup:
             self.timeouts.start_s,
         )
 
+    def connect(self, critic: TrainGroup) -> None:
+        """Let `critic` give this group's samples their values. Checked once, over the configured cells of both.
+
+        Raises ConnectError naming every cell that does not fit.
+        """
+        check_connect(self.shape, critic.shape)
+        self.critic = critic
+
+    @property
+    def shape(self) -> GroupShape:
+        """The configured cells, alive or not."""
+        return GroupShape(self.spec.role, tuple(len(self.cells[i].actors) for i in sorted(self.cells)))
+
     # -- membership ---------------------------------------------------------------------------------------------
 
     @property
@@ -196,7 +210,7 @@ class TrainGroup:
     def _fence(self, cell: TrainerCellHandle, cause: str) -> None:
         cell.alive = False
         self._heartbeats.forget(cell.index, cell.incarnation)
-        self.arbiter.lose(cell.index, cause)
+        self.arbiter.lose(cell.index, cause, self.spec.role)
         for other in self.live:
             for actor in other.actors:
                 actor.abort_cross_cell.remote(f"cell {cell.index} is dead: {cause}", self.quorum.quorum_id)
@@ -355,6 +369,20 @@ class TrainGroup:
                 return merge_shards([shard for shard, _ in shards.values()])["log_probs"]
             self._bury(failed)
 
+    def values(self, data: Mapping[str, Any]) -> list[Any]:
+        """A critic's values of all responses: references to {sample index: values [R]}, one a cell, put into the object
+        store by the cells. Done again if a cell dies meanwhile; one that dies later takes its objects with it."""
+        while True:
+            self.form_quorum()
+            shards = self.split(data)
+            results, failed = self._on_cells(
+                lambda c, s=shards: [a.values.remote(s[c.index][1]) for a in c.actors],  # type: ignore[misc]
+                self.timeouts.progress_s,
+            )
+            if not failed:
+                return [results[cell][0][0] for cell in shards]
+            self._bury(failed)
+
     def train_step(self, step: Step, data: Mapping[str, Any], *, objective: str = "policy") -> dict[str, Any]:
         """One optimizer step on `data` by whoever is alive; returns its metrics. Raises StepFailed, NoLiveCells."""
         cause = ""
@@ -363,7 +391,7 @@ class TrainGroup:
             attempt = self.arbiter.begin(step, quorum)
             for cell in self._members:
                 if not cell.alive:  # between the quorum and the attempt: nobody waits for its vote
-                    self.arbiter.lose(cell.index, "it died before the attempt began")
+                    self.arbiter.lose(cell.index, "it died before the attempt began", self.spec.role)
             shards = self.split(data)
             self.moment("split")
             metrics, cause = self._attempt(attempt, shards, objective)

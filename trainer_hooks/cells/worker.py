@@ -20,6 +20,7 @@ from megatron_rollout import device, faults
 from megatron_rollout.cell_types import RolloutSpec
 from megatron_rollout.engine.parallel import init_megatron
 from megatron_rollout.worker import RolloutWorker
+from trainer_hooks.cells import frozen
 from trainer_hooks.cells.group import CrossCellGroup
 from trainer_hooks.cells.quorum import Attempt, Quorum, StepGuard
 from trainer_hooks.cells.state_transfer import Transfer, receive_state, send_state
@@ -85,14 +86,14 @@ class TrainerWorker(RolloutWorker):
 
     def start_trainer(self, spec: TrainSpec, *, cell: int, timeouts: CellTimeouts) -> None:
         """Build model and optimizer of this rank. Collective over the cell, after `join_world`."""
-        from trainer_hooks.training.rank import TrainerRank
+        from trainer_hooks.training.value_model import build_rank
 
         def start() -> None:
             init_megatron(tp=spec.tp, pp=spec.pp, cp=spec.cp, seed=spec.seed, timeout_s=timeouts.collective_s)
             self.cell = cell
             self.timeouts = timeouts
             self.guard = StepGuard(spec.role)
-            self.trainer = TrainerRank(spec)
+            self.trainer = build_rank(spec)
             self._watch_model(self.trainer)
             where = device.device()
             self.cells = CrossCellGroup(
@@ -221,6 +222,12 @@ class TrainerWorker(RolloutWorker):
         found = self._train(lambda: self._trainer().logprobs(shard, reference=reference))
         return [x.numpy() for x in found] if dist.get_rank() == 0 else None
 
+    def values(self, shard: Shard) -> list[Any] | None:
+        """Put a critic's values of the shard's responses into the object store: [reference to {sample index: [R]}];
+        from rank 0 only. Collective over the cell."""
+        found = self._train(lambda: self._trainer().values(shard))
+        return [frozen.put_values(shard["sample_indices"], found)] if dist.get_rank() == 0 else None
+
     def train(self, attempt: Attempt, shard: Shard, objective: str = "policy") -> dict[str, float]:
         """Forward, backward and the sum over cells; the gradient waits for the decision. Returns the step's metrics.
 
@@ -235,6 +242,7 @@ class TrainerWorker(RolloutWorker):
         metrics: dict[str, float] = {}
         error: BaseException | None = None
         try:
+            shard = frozen.fetched(shard, self.timeouts.progress_s)
             metrics = trainer.forward_backward(shard, objective=objective)
             faults.fault_point("before_reduce")
             metrics = self._sum_over_cells(trainer, metrics)

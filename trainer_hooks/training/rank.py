@@ -106,6 +106,10 @@ class TrainerRank:
         batches = self.micro_batches(shard)
         return forward_only(model, batches, read_logprobs(batches, self.spec, self.groups), self.groups)
 
+    def values(self, shard: Shard) -> list[torch.Tensor]:
+        """Values of each sample's response: of a critic's rank only (`ValueRank`)."""
+        raise RuntimeError(f"a rank of role {self.spec.role!r} has no values")
+
     # -- a step -------------------------------------------------------------------------------------------------
 
     def forward_backward(self, shard: Shard, *, objective: str = "policy") -> dict[str, float]:
@@ -130,8 +134,8 @@ class TrainerRank:
         return [b.grad_data for b in buffers]
 
     def step(self, increment: int = 1) -> dict[str, float]:
-        """Apply the gradient. Returns grad_norm and lr. Raises FloatingPointError if it is not finite (nothing is applied
-        then)."""
+        """Apply the gradient. Returns grad_norm and lr. Raises FloatingPointError if it is not finite; nothing is
+        applied then."""
         norm = self.gradient_norm()
         if not norm < float("inf"):
             raise FloatingPointError(f"the gradient norm is {norm}")
