@@ -44,9 +44,11 @@ def collective_backend() -> str:
 
 
 def memory_in_use() -> int:
-    """Bytes this process holds: device memory reserved by torch on a GPU, resident memory on the CPU."""
+    """Bytes this process holds: device memory of torch and of KV caches on a GPU, resident memory on the CPU."""
     if on_gpu():
-        return torch.cuda.memory_reserved()
+        from megatron_rollout.engine.static_memory import mapped_bytes
+
+        return torch.cuda.memory_reserved() + mapped_bytes()
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,15 +14,15 @@ from megatron_rollout.engine.checkpoint import load_hf
 from megatron_rollout.engine.engine import Engine
 from megatron_rollout.engine.model import build_model, randomize, transformer_config
 from megatron_rollout.engine.weights import WeightMap
-
-if TYPE_CHECKING:
-    from megatron_rollout.weight_sync.reshard import ReshardGroup
+from megatron_rollout.weight_sync.member import RefitMember
+from megatron_rollout.weight_sync.order import WeightUpdates
 
 
 class RolloutRank:
     """Model and engine of one rank. Inside an initialised cell (world and megatron-core groups).
 
-    model: share this model (colocated, same layout) instead of building one.
+    model: share this model (colocated, same layout) instead of building one. cell_group: the cell's ranks, default the
+    whole world; CPU tensors must work on it.
     """
 
     def __init__(
@@ -32,6 +31,7 @@ class RolloutRank:
         *,
         model: torch.nn.Module | None = None,
         pg_collection: Any = None,
+        cell_group: dist.ProcessGroup | None = None,
         tokenizer: Any = None,
     ) -> None:
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -41,7 +41,7 @@ class RolloutRank:
         self.groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.architecture: Architecture = read_architecture(spec.hf_checkpoint)
         self.paused = False
-        self.weights_landed = model is not None or spec.load_weights
+        landed = model is not None or spec.load_weights
         self.shares_model = model is not None
         if self.shares_model and spec.engine.inference_cuda_graph_scope == "layer":
             raise ValueError("inference_cuda_graph_scope 'layer' would capture training too; a shared model takes 'block'")
@@ -78,8 +78,23 @@ class RolloutRank:
             pg_collection=pg_collection,
             version=spec.initial_version,
         )
-        self._reshard: ReshardGroup | None = None
-        self.cell_rank = dist.get_rank()
+        self.cell_group: dist.ProcessGroup = cell_group or dist.group.WORLD
+        self.cell_rank = self.cell_group.rank()
+        self.refit_member = RefitMember()
+        self.updates = WeightUpdates(self.engine, model, landed=landed, agree=self._worst_of_cell)
+
+    @property
+    def weights_landed(self) -> bool:
+        """Whether the weights are of a version now: False before the first and in the middle of a refit, and torn."""
+        return self.updates.landed
+
+    def _worst_of_cell(self, code: int) -> int:
+        """The largest `code` of the cell's ranks. Collective over the cell."""
+        if self.cell_group.size() == 1:
+            return code
+        worst = torch.tensor([code])
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.cell_group)
+        return int(worst)
 
     def handle(self, name: str, arguments: dict[str, Any]) -> Any:
         """Execute one command of the step loop. Raises ValueError for an unknown one."""
@@ -126,7 +141,8 @@ class RolloutRank:
 
     def do_randomize_weights(self, version: int, seed: int = 0, std: float = 0.02) -> None:
         """Draw the weights instead of receiving them: for load tests with a checkpoint that is only a config.json."""
-        self.refit(version, lambda: randomize(self.model, seed=seed + self.groups.tp.rank(), std=std))
+        seed += self.groups.tp.rank()
+        self.updates.refit(version, lambda: None, lambda: randomize(self.model, seed=seed, std=std))
 
     def do_checksum(self) -> dict[str, str]:
         """Checksum of every Hugging Face tensor, from all ranks of the cell."""
@@ -134,49 +150,36 @@ class RolloutRank:
 
         return hf_checksums(self.model, self.weight_map, tp_group=self.groups.tp, pp_group=self.groups.pp)
 
-    def refit(self, version: int, transfer: Callable[[], None]) -> None:
-        """The order of every refit: suspend → transfer → drop what old weights left → stamp → resume.
+    # -- weights ------------------------------------------------------------------------------------------------
 
-        Whatever `transfer` raises is raised after the engine serves nothing any more: with weights that may be torn the
-        cell stays suspended and without landed weights until a later refit succeeds.
-        """
-        self.engine.suspend()
-        self.weights_landed = False
-        with torch.no_grad():
-            transfer()
-        self.engine.drop_prefix_cache()
-        self.engine.set_version(version)
-        self.weights_landed = True
-        self.engine.resume()
-
-    def do_refit_shared(self, version: int) -> None:
+    def do_refit_shared(self, version: int) -> dict[str, float]:
         """Colocated with equal layouts: the weights are the trainer's own tensors; nothing moves."""
-        self.refit(version, lambda: None)
+        if not self.shares_model:
+            raise ValueError("refit_shared: this rank has a model of its own; its weights have to be moved")
+        return self.updates.refit(version, lambda: None, lambda: None)
 
-    def do_join_refit_group(self, destination_offset: int, **arguments: Any) -> None:
-        """Become a destination of a refit group; this cell's first rank in it is `destination_offset`."""
-        from megatron_rollout.weight_sync.reshard import ReshardGroup
+    def do_join_refit_group(self, destination_offset: int, transport: str = "reshard", **arguments: Any) -> None:
+        """Become a destination of a refit group (see `weight_sync.member`); this cell's first rank in it is
+        `destination_offset`."""
+        rank = destination_offset + self.cell_rank
+        place = dict(rank=rank, destination_offset=destination_offset)
+        self.refit_member.join([{**place, **arguments}], transport=transport)
 
-        self.leave_refit_group()
-        self._reshard = ReshardGroup(
-            rank=destination_offset + self.cell_rank, destination_offset=destination_offset, **arguments
-        )
+    def do_refit(self, version: int, within_s: float | None = None) -> dict[str, float]:
+        """Receive the trainer cell's weights over the groups joined last, within `within_s` seconds.
 
-    def do_refit_reshard(self, version: int) -> None:
-        """Receive the trainer cell's weights, shard to shard, over the group joined last."""
-        group = self._reshard
-        if group is None:
-            raise ValueError("refit_reshard before join_refit_group")
+        Returns the seconds of each part and the bytes that this rank received. What fails, and what that leaves behind:
+        see `weight_sync.order`; the groups are left then.
+        """
+        member = self.refit_member
         try:
-            self.refit(version, lambda: group.receive(self.model))
+            seconds = self.updates.refit(
+                version, lambda: member.prepare(None, self, version=version, within_s=within_s), member.move
+            )
         except BaseException:
-            self.leave_refit_group()
+            member.leave()
             raise
+        return {**seconds, "bytes": member.bytes_received}
 
     def do_leave_refit_group(self) -> None:
-        self.leave_refit_group()
-
-    def leave_refit_group(self) -> None:
-        if self._reshard is not None:
-            self._reshard.close()
-        self._reshard = None
+        self.refit_member.leave()

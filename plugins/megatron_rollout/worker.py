@@ -24,6 +24,7 @@ from megatron_rollout.engine import parallel
 from megatron_rollout.requests import GenerationOutput, GenerationRequest, TokenDelta
 
 if TYPE_CHECKING:
+    from megatron_rollout.frontend.server import ServerHandle
     from megatron_rollout.rollout_rank import RolloutRank
     from megatron_rollout.step_loop import StepLoop
 
@@ -45,6 +46,8 @@ class RolloutWorker:
         self.loop: StepLoop | None = None
         self.tokenizer: Any = None
         self._store: dist.Store | None = None
+        self._server: ServerHandle | None = None
+        self.cell_index: int | None = None
 
     @property
     def host(self) -> str:
@@ -93,8 +96,31 @@ class RolloutWorker:
         from megatron_rollout.step_loop import StepLoop
 
         self.rollout = rollout
+        self.cell_index = cell
         self.loop = StepLoop(rollout, group=group or dist.group.WORLD, store=self._store, name=f"cell-{cell}")
         self.loop.start()
+
+    def serve_http(self, settings: Any = None, *, offered_port: str | None = None, port: int = 0) -> str:
+        """Leader only: serve both wires from this process; returns the URL. Idempotent.
+
+        settings: `frontend.settings.FrontendSettings`, default loopback. offered_port: address of a held port to take
+        over (`frontend.ports.HeldPort.offer`), else `port` of the settings' host is bound (0: any).
+        """
+        from megatron_rollout.frontend.app import build_app
+        from megatron_rollout.frontend.leader import LeaderClient
+        from megatron_rollout.frontend.ports import adopt_port, bind_socket
+        from megatron_rollout.frontend.server import serve
+        from megatron_rollout.frontend.settings import FrontendSettings
+
+        if self._server is None:
+            loop, rollout = self._loop(), self.rollout
+            if rollout is None:
+                raise RuntimeError("start_rollout has not been called")
+            settings = settings or FrontendSettings()
+            client = LeaderClient(loop, rollout, tokenizer=self.tokenizer, cell=self.cell_index)
+            sock = adopt_port(offered_port) if offered_port else bind_socket(settings.host, port)
+            self._server = serve(build_app(client, settings), sock)
+        return self._server.url
 
     def load_tokenizer(self, checkpoint: str) -> Any:
         """The checkpoint's tokenizer, or None where it has none (token ids only)."""
@@ -184,6 +210,9 @@ class RolloutWorker:
         return device.memory_in_use()
 
     def shutdown(self, timeout_s: float = 10.0) -> None:
+        if self._server is not None:
+            self._server.stop(timeout_s)
+            self._server = None
         if self.loop is not None:
             self.loop.stop(timeout_s)
             deadline = time.monotonic() + timeout_s

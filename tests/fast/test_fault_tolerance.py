@@ -39,6 +39,7 @@ def assert_held(verdicts: list[Verdict]) -> None:
     assert not [f"{v.trial.name}: {v.why}" for v in verdicts if not v.held]
 
 
+@pytest.mark.slow
 def test_F06_cells_of_both_sides_die_and_the_weights_are_those_without_failure(tmp_path: Path) -> None:
     """A trainer cell dies before the first step of the run; later a rollout cell, the only one, while it generates."""
     two = Setup(2)
@@ -55,6 +56,7 @@ def test_F06_cells_of_both_sides_die_and_the_weights_are_those_without_failure(t
     assert detection < 60.0, "a dead process is not found by a collective's deadline"
 
 
+@pytest.mark.slow
 def test_F03_a_pair_dies_while_it_generates_and_the_run_goes_on(tmp_path: Path) -> None:
     pair = Setup(2, "continue", colocate=True)
     # a second rollout, in which the pair may come back

@@ -45,14 +45,33 @@ def generate(rank: Any, texts: list[tuple[int, ...]], sampling: Any, prefix: str
 @torch.no_grad()
 def plain_logits(rank: Any, output: GenerationOutput) -> torch.Tensor:
     """Logits [len(output_ids), vocab] in float32 of the model's ordinary forward pass over prompt and response."""
-    ids = torch.tensor([[*output.prompt_ids, *output.output_ids]], device="cuda")
     rank.engine.suspend()  # the model's inference mode is global
     try:
-        logits = rank.model(ids, torch.arange(ids.shape[1], device="cuda")[None], None)
+        return _logits(rank.model, output, rank.architecture.vocab_size)
     finally:
         rank.engine.resume()
-    first = len(output.prompt_ids) - 1
-    return logits[0, first:-1, : rank.architecture.vocab_size].float()
+
+
+def _logits(model: torch.nn.Module, output: GenerationOutput, vocab: int) -> torch.Tensor:
+    ids = torch.tensor([[*output.prompt_ids, *output.output_ids]], device="cuda")
+    logits = model(ids, torch.arange(ids.shape[1], device="cuda")[None], None)
+    return logits[0, len(output.prompt_ids) - 1 : -1, :vocab].float()
+
+
+@torch.no_grad()
+def full_precision_logits(rank: Any, outputs: list[GenerationOutput]) -> list[torch.Tensor]:
+    """As `plain_logits`, of the same weights in float32."""
+    from megatron_rollout.engine.model import build_model, transformer_config
+
+    config = transformer_config(rank.architecture, dtype=torch.float32)
+    model = build_model(rank.architecture, config, max_sequence_length=512).eval()
+    for exact, rounded in zip(model.parameters(), rank.model.parameters(), strict=True):
+        exact.copy_(rounded)
+    rank.engine.suspend()
+    try:
+        return [_logits(model, output, rank.architecture.vocab_size) for output in outputs]
+    finally:
+        rank.engine.resume()
 
 
 def greedy(n: int) -> Any:

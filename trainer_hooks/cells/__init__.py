@@ -8,6 +8,11 @@ Pure (neither ray nor torch.distributed, clocks injected):
 With processes:
     store       where cells meet           group, lane, buckets           collectives that can be aborted
     state_tree, state_transfer             how a cell heals
+    worker, train_group                    one rank; all cells of one role, as the driver drives them
+    heartbeat, supervisor, healing         who is dead, who is replaced by what, who heals from whom
+    rollout_fleet, sync                    the same for rollout cells; refits
+    fault_plan, trials                     failures on purpose, and whether a trial held (`trainer_hooks.chaos`)
+    control_server, control_page           HTTP for people, Prometheus and operators
 
 In the driver, once:
     log = EventLog(path)                   # continues a log that is there; its lock keeps a second driver out
@@ -17,8 +22,10 @@ In the driver, once:
     quorum = saved.restored() if resumed else Quorum()
     log "run_started"; after a resume also arbiter.restore(checkpoint, steps, version, lost_rollouts)
 
-Heartbeats arrive on any thread and are put in a queue; the loop, and only the loop, feeds them to `Watchdog.beat`,
-calls `Watchdog.check`, takes commands from `ControlQueue.take`, and passes what it learns through `state.transition`.
+Deaths are found by any thread (`Heartbeats`, a call that fails) and passed through `state.transition` under the lock of
+the `Supervisor`, which also starts replacements in threads of their own. Everything that touches the run's state is the
+loop's alone: it heals replacements, refits rollout cells and takes commands from `ControlQueue.take`, between two
+pieces of work and while it waits for samples (`Runtime.tend`).
 
 When a cell is declared dead, in this order:
     1. transition(cell, Died(...)); log "cell_dead"; watchdog.forget

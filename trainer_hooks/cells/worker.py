@@ -28,7 +28,6 @@ from trainer_hooks.cells.timeouts import CellTimeouts
 from trainer_hooks.training.spec import OptimizerSpec, TrainSpec
 
 if TYPE_CHECKING:
-    from megatron_rollout.weight_sync.reshard import ReshardGroup
     from trainer_hooks.training.rank import TrainerRank
 
 T = TypeVar("T")
@@ -43,6 +42,8 @@ class TrainerWorker(RolloutWorker):
     """One rank of one trainer cell. `progress` moves while it works, for the watchdog."""
 
     def __init__(self, **process: Any) -> None:
+        from megatron_rollout.weight_sync.member import RefitMember
+
         super().__init__(**process)
         self._trainer_thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self.trainer: TrainerRank | None = None
@@ -51,7 +52,7 @@ class TrainerWorker(RolloutWorker):
         self._phase = ""
         self._heal: CrossCellGroup | None = None
         self.cells: CrossCellGroup | None = None
-        self._reshard: ReshardGroup | None = None
+        self._refit = RefitMember()
         self._gradients_of: Attempt | None = None
 
     def _moved(self) -> None:
@@ -299,36 +300,36 @@ class TrainerWorker(RolloutWorker):
 
     # -- weights ------------------------------------------------------------------------------------------------
 
-    def join_refit_group(self, **arguments: Any) -> None:
-        """Become a source of a refit group (see `ReshardGroup`)."""
-
-        from megatron_rollout.weight_sync.reshard import ReshardGroup
+    def join_refit_group(self, transport: str = "reshard", **arguments: Any) -> None:
+        """Become a source of a refit group (see `weight_sync.member`)."""
+        from megatron_rollout.weight_sync.member import as_source
 
         def join() -> None:
-            self.leave_refit()
-            self._reshard = ReshardGroup(**arguments)
+            self._refit.join([as_source(self._trainer(), transport) | arguments], transport=transport)
 
         self._train(join, "refit")
 
-    def send_weights(self) -> None:
-        """Give the group's rollout cells their slices of the current weights. Collective over the group."""
+    def send_weights(self, version: int, within_s: float | None = None) -> int:
+        """Give the group's rollout cells their slices of the current weights, which are `version`; returns the bytes
+        that this rank sent. Collective over the group. Raises TransferFailed: the group is left then."""
 
-        def send() -> None:
-            if self._reshard is None:
-                raise RuntimeError(f"cell {self.cell} has joined no refit group")
+        def send() -> int:
             faults.fault_point("refit")
             try:
-                self._reshard.send(self._trainer().model)
+                self._refit.prepare(self._trainer(), None, version=version, within_s=within_s)
+                self._refit.move()
             except BaseException:
-                self.leave_refit()
+                self._refit.leave()
                 raise
+            faults.fault_point("refit_sent")
+            return self._refit.bytes_sent
 
-        self._train(send, "refit")
+        return self._train(send, "refit")
 
-    def leave_refit(self) -> None:
-        if self._reshard is not None:
-            self._reshard.close()
-        self._reshard = None
+    @ray.method(concurrency_group="health")
+    def abort_refit(self, name: str, reason: str) -> None:
+        super().abort_refit(name, reason)
+        self._refit.abort(name, reason)
 
     def checksum(self) -> str:
         """Over the whole model, independent of its layout. Collective over the cell."""

@@ -44,13 +44,26 @@ class HFReader:
         return name in self.files
 
     def __call__(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        tensor = self._slice(name)
+        return tensor[start:stop] if dim == 0 else tensor[:, start:stop]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def open_all(self) -> None:
+        """Open every file now: what is open can be read to the end whatever becomes of the directory."""
+        for file in sorted(set(self.files.values())):
+            self._opened(file)
+
+    def _slice(self, name: str) -> Any:
         if name not in self.files:
             raise KeyError(f"{self.directory}: no tensor {name!r}")
-        file = self.files[name]
+        return self._opened(self.files[name]).get_slice(name)
+
+    def _opened(self, file: str) -> Any:
         if file not in self._open:
             self._open[file] = safe_open(self.directory / file, "pt")
-        tensor = self._open[file].get_slice(name)
-        return tensor[start:stop] if dim == 0 else tensor[:, start:stop]
+        return self._open[file]
 
 
 def load_hf(model: torch.nn.Module, weights: WeightMap, directory: str | Path) -> None:

@@ -1,12 +1,16 @@
-"""megatron-core's dynamic context with what it lacks: lean logprobs, and fused rotary embeddings on CUDA."""
+"""megatron-core's dynamic context with what it lacks: lean logprobs, and on CUDA fused rotary embeddings and a KV cache
+that keeps its address while its memory is given back."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.contexts import DynamicInferenceContext
 
+from megatron_rollout.device import device
 from megatron_rollout.engine.sampling import RequestSampler
 
 
@@ -15,6 +19,73 @@ class Context(DynamicInferenceContext):
 
     rotary_table: Any = None  # triton_rope.RotaryTable where `fuse_rotary` was called
     _key_unrotated = False
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    is_tensor_state_allocated: bool
+    _static: Any = None  # StaticMemory behind the KV cache, where a suspend gives it back
+    _backup: tuple[torch.Tensor, torch.Tensor] | None = None  # (blocks in use, their contents on the host)
+
+    def _allocate_memory_buffer(self) -> None:
+        if device().type != "cuda" or self.kv_cache_management_mode == KVCacheManagementMode.PERSIST:
+            return super()._allocate_memory_buffer()
+        from megatron_rollout.engine.static_memory import StaticMemory
+
+        shape = (
+            2,
+            self.num_attention_layers,
+            self.kv_block_allocator.total_count,
+            self.block_size_tokens,
+            self.num_attention_heads_per_partition,
+            self.hidden_size_per_attention_head,
+        )
+        self._static = StaticMemory(math.prod(shape) * self.params_dtype.itemsize, device())
+        self.memory_buffer = self._static.tensor(shape, self.params_dtype)
+        self.static_kv_memory_pointers = True  # graphs stay valid over a suspend
+
+    def deallocate_inference_state_buffers(self) -> None:
+        """Give the KV cache's memory back as the KV mode says."""
+        if self._static is None:
+            return super().deallocate_inference_state_buffers()
+        if not self.is_tensor_state_allocated:
+            return
+        self.is_tensor_state_allocated = False
+        if self.kv_cache_management_mode == KVCacheManagementMode.OFFLOAD:
+            self._backup = self._copy_used_blocks()
+        self._static.release()
+
+    def reinitialize_inference_state_buffers(self) -> None:
+        """Take the KV cache's memory again, with its contents if the KV mode keeps them."""
+        if self._static is None:
+            return super().reinitialize_inference_state_buffers()
+        if self.is_tensor_state_allocated:
+            return
+        self._static.restore()
+        self.is_tensor_state_allocated = True
+        if self.kv_cache_management_mode == KVCacheManagementMode.RECOMPUTE:
+            self.reset_metadata()
+        elif self._backup is not None:
+            used, contents = self._backup
+            for layer, saved in zip(self.memory_buffer.flatten(0, 1), contents, strict=True):
+                layer[used] = saved.to(layer.device, non_blocking=True)
+            torch.cuda.synchronize()  # the host copy is freed
+            self._backup = None
+
+    def _copy_used_blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Layer by layer, so that the copy needs no device memory worth naming."""
+        allocator = self.kv_block_allocator
+        in_use = torch.ones(allocator.total_count, dtype=torch.bool)
+        in_use[allocator.block_bag[: allocator.total_avail].long()] = False
+        in_use[allocator.dummy_block_idx] = False
+        used = in_use.nonzero()[:, 0].to(self.memory_buffer.device)
+        layers = self.memory_buffer.flatten(0, 1)
+        contents = torch.empty(
+            (layers.shape[0], used.numel(), *layers.shape[2:]), dtype=layers.dtype, device="cpu", pin_memory=True
+        )
+        for layer, saved in zip(layers, contents, strict=True):
+            saved.copy_(layer[used], non_blocking=True)
+        torch.cuda.synchronize()
+        return used, contents
 
     # -- rotary embedding ---------------------------------------------------------------------------------------
 

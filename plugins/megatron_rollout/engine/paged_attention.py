@@ -18,22 +18,29 @@ import torch.nn.functional as F
 def install(backend: str = "auto") -> str:
     """Choose the paged attention of this process. Returns the backend's name: flash, triton or torch.
 
-    backend: auto | flash | triton | torch. Raises ValueError where the chosen one cannot work here.
+    backend: auto | flash | triton | torch. auto takes the first that works here; with flash-attn 4, decoding then goes
+    through our own kernel (returned as "flash+decode"). Raises ValueError where the chosen one cannot work here.
     """
     import megatron.core.transformer.attention as attention
 
     from megatron_rollout.device import on_gpu
 
     module: Any = attention
-    has_flash = on_gpu() and (module.flash_attn_with_kvcache is not None or getattr(module, "HAVE_FA4", False))
+    _restore(module)
+    has_flash_4 = on_gpu() and getattr(module, "HAVE_FA4", False)
+    has_flash = has_flash_4 or (on_gpu() and module.flash_attn_with_kvcache is not None)
     if backend == "auto":
+        if has_flash_4:
+            _wrap_flash_attn_4(module, own_decode=True)
+            return "flash+decode"
         backend = "flash" if has_flash else ("triton" if on_gpu() else "torch")
     if backend == "flash":
         if not has_flash:
             raise ValueError(
                 "attention backend 'flash' needs CUDA and a flash-attn package; neither 4, 3 nor 2 is here"
             )
-        _pin_flash_attn_4_splits(module)
+        if has_flash_4:
+            _wrap_flash_attn_4(module, own_decode=False)
         return backend
     if backend == "triton":
         if not on_gpu():
@@ -50,22 +57,44 @@ def install(backend: str = "auto") -> str:
     return backend
 
 
-def _pin_flash_attn_4_splits(module: Any) -> None:
-    """flash-attn 4 has no split-KV on sm90 and must be told so; elsewhere its own choice stands."""
-    if not getattr(module, "HAVE_FA4", False) or torch.cuda.get_device_capability()[0] != 9:
-        return
-    for name in ("flash_attn4_varlen_func", "flash_attn4_func"):
-        function = getattr(module, name, None)
-        if function is not None:
-            setattr(module, name, _with_one_split(function))
+_REPLACED = (
+    "is_fa_min_version",
+    "HAVE_FA4",
+    "flash_attn4_varlen_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+)
+_originals: dict[str, Any] = {}
 
 
-def _with_one_split(function: Any) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs["num_splits"] = 1
-        return function(*args, **kwargs)
+def _restore(module: Any) -> None:
+    """Undo an earlier choice: an engine built later in this process may ask for another backend."""
+    if not _originals:
+        _originals.update({name: getattr(module, name, None) for name in _REPLACED})
+    for name, value in _originals.items():
+        setattr(module, name, value)
 
-    return call
+
+def _wrap_flash_attn_4(module: Any, *, own_decode: bool) -> None:
+    """Give megatron-core a flash-attn 4 that works on Hopper, where it has no split-KV and must be told so.
+
+    own_decode: calls with one query a request go to our kernel.
+    """
+    from flash_attn.cute import flash_attn_varlen_func
+
+    one_split = torch.cuda.get_device_capability()[0] == 9
+
+    def varlen_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> Any:
+        decodes = kwargs["max_seqlen_q"] == 1 and q.shape[0] == kwargs["seqused_k"].shape[0]
+        if own_decode and decodes and kwargs["window_size"] == (-1, -1) and k.shape[1] >= 16:
+            from megatron_rollout.engine.triton_decode_attention import decode
+
+            return decode(q, k, v, kwargs["seqused_k"], kwargs["page_table"], kwargs["softmax_scale"]), None
+        if one_split:
+            kwargs["num_splits"] = 1
+        return flash_attn_varlen_func(q, k, v, **kwargs)
+
+    module.flash_attn4_varlen_func = varlen_func
 
 
 def _attend(

@@ -24,14 +24,17 @@ def init_world(
     )
 
 
-def serve_store(host: str, timeout_s: float = 600.0) -> tuple[dist.TCPStore, int]:
-    """A TCP store served by this process on `host` only, and its port.
+def serve_store(
+    host: str, timeout_s: float = 600.0, listener: socket.socket | None = None
+) -> tuple[dist.TCPStore, int]:
+    """A TCP store served by this process on `host` only, and its port. listener: a bound socket to take for it.
 
     torch's own server would listen on all interfaces; it gets a socket that is bound already instead.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((host, 0))
+    if listener is None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.bind((host, 0))
     listener.listen(1024)
     port = listener.getsockname()[1]
     store = dist.TCPStore(

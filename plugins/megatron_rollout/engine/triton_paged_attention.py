@@ -1,4 +1,4 @@
-"""Paged attention for CUDA without flash-attn: one Triton kernel for prefill (packed) and decode.
+"""Paged attention for CUDA without flash-attn: a Triton kernel for prefill (packed) and several queries a request.
 
 Safe inside CUDA graphs: no host synchronisation, and the grid depends on shapes only. Block size of the KV cache must
 be a power of two, at least 16. Flash attention's online softmax; keys are read block by block through the table.
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
+from megatron_rollout.engine.triton_decode_attention import decode
 
 
 @triton.jit
@@ -125,6 +127,8 @@ def kvcache(
     if cache_seqlens is None or block_table is None:
         raise ValueError("paged decode needs cache_seqlens and a block table")
     requests, tokens = q.shape[:2]
+    if tokens == 1 and window_size[0] < 0:
+        return decode(q[:, 0], k_cache, v_cache, cache_seqlens, block_table, softmax_scale)[:, None]
     cu_q = torch.arange(0, (requests + 1) * tokens, tokens, dtype=torch.int32, device=q.device)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     flat = q.reshape(requests * tokens, *q.shape[2:])
