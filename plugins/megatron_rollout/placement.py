@@ -7,6 +7,7 @@ reservation) asks the same `Cluster` for it, so that they agree. Ray is imported
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -92,11 +93,12 @@ class Cluster:
         from ray.util import placement_group
 
         counts = [self.world_size] if unified else self.bundles_per_node
+        run = uuid.uuid4().hex[:8]  # Ray takes its time to forget the name of a group that was removed
         deadline = time.monotonic() + timeout_s
         try:
             for number, count in enumerate(counts):
                 bundles = [dict(self._resources) for _ in range(count)]
-                group = placement_group(bundles, strategy=strategy or self.strategy, name=f"{self.name}-{number}")
+                group = placement_group(bundles, strategy=strategy or self.strategy, name=f"{self.name}-{run}-{number}")
                 self._groups.append(group)
             self._wait(deadline, timeout_s)
             found = self._locate(max(1.0, deadline - time.monotonic()))

@@ -70,8 +70,8 @@ def test_logprobs_differ_from_training_by_less_than_rounding(make_rank: Make) ->
     difference, rounding = torch.cat(differences), torch.cat(floor)
     print(f"{difference.numel()} tokens: mean {difference.mean():.2e}, max {difference.max():.2e};")
     print(f"bf16 against float32, both plain: mean {rounding.mean():.2e}, max {rounding.max():.2e}")
-    assert difference.mean() <= rounding.mean() * 1.1
-    assert difference.max() <= 0.05
+    assert difference.mean() <= rounding.mean() * 1.25
+    assert difference.max() <= rounding.max() * 1.5
 
 
 def test_the_same_batch_twice_gives_the_same_bits(make_rank: Make) -> None:

@@ -28,7 +28,10 @@ class Context(DynamicInferenceContext):
 
     def _allocate_memory_buffer(self) -> None:
         if device().type != "cuda" or self.kv_cache_management_mode == KVCacheManagementMode.PERSIST:
-            return super()._allocate_memory_buffer()
+            super()._allocate_memory_buffer()
+            if device().type == "cpu":
+                self.memory_buffer.zero_()  # torch attends to whole blocks under a mask, which NaN would pass
+            return
         from megatron_rollout.engine.static_memory import StaticMemory
 
         shape = (

@@ -96,8 +96,11 @@ def _multiprocessors(device: int) -> int:
 
 
 def split_count(requests: int, kv_heads: int, multiprocessors: int) -> int:
-    """Splits (a power of two) that give each multiprocessor about eight programs."""
-    wanted = 8 * multiprocessors // max(1, requests * kv_heads)
+    """Splits (a power of two): as many as give each multiprocessor two programs; more only cost the joining.
+
+    On an H200, 256 requests with two key heads take 22 us with one split and 26 with two, 64 requests 9.4 and 8.9.
+    """
+    wanted = 2 * multiprocessors // max(1, requests * kv_heads)
     return max(1, min(_MAX_SPLITS, triton.next_power_of_2(wanted + 1) // 2))
 
 
