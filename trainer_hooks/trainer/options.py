@@ -159,6 +159,8 @@ def validate(args: argparse.Namespace) -> None:
         problems.append(
             "--colocate needs --rollout-backend megatron: an external SGLang server is a process of its own"
         )
+    if args.advantage_estimator == "ppo":
+        problems.append("--advantage-estimator ppo needs critic cells, which this trainer does not start yet")
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
         problems.append("--use-dynamic-batch-size needs --max-tokens-per-gpu")
     problems += _faults(args)
