@@ -23,6 +23,7 @@ class Context(DynamicInferenceContext):
     # -- memory -------------------------------------------------------------------------------------------------
 
     is_tensor_state_allocated: bool
+    memory_buffer: torch.Tensor
     _static: Any = None  # StaticMemory behind the KV cache, where a suspend gives it back
     _backup: tuple[torch.Tensor, torch.Tensor] | None = None  # (blocks in use, their contents on the host)
 
