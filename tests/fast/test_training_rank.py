@@ -175,6 +175,7 @@ def _rollout_against_training(rank: int, world: int, checkpoint: str) -> float:
     from megatron_rollout.requests import GenerationRequest, SamplingParams
 
     rollout = build_rank(checkpoint)
+    rollout.engine.suspend()  # the trainer comes first; `resume` wakes it
     trainer = _trainer(checkpoint)
     spec = trainer.spec
     worst = 0.0
