@@ -115,6 +115,7 @@ def test_a_resumed_run_goes_on_bitwise(tmp_path: Path, colocate: bool) -> None:
     assert {i: r for i, r in rows(whole).items() if i >= 2} == rows(resumed)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
 def test_ctrl_c_ends_everything_within_ten_seconds(tmp_path: Path) -> None:
     output = tmp_path / "run"
