@@ -14,11 +14,12 @@ from megatron_rollout.engine.checkpoint import load_hf
 from megatron_rollout.engine.engine import Engine
 from megatron_rollout.engine.model import build_model, randomize, transformer_config
 from megatron_rollout.engine.weights import WeightMap
+from megatron_rollout.weight_sync.commands import WireUpdates
 from megatron_rollout.weight_sync.member import RefitMember
 from megatron_rollout.weight_sync.order import WeightUpdates
 
 
-class RolloutRank:
+class RolloutRank(WireUpdates):
     """Model and engine of one rank. Inside an initialised cell (world and megatron-core groups).
 
     model: share this model (colocated, same layout) instead of building one. cell_group: the cell's ranks, default the
@@ -82,6 +83,7 @@ class RolloutRank:
         self.cell_rank = self.cell_group.rank()
         self.refit_member = RefitMember()
         self.updates = WeightUpdates(self.engine, model, landed=landed, agree=self._worst_of_cell)
+        self._start_wire()
 
     @property
     def weights_landed(self) -> bool:
@@ -115,6 +117,7 @@ class RolloutRank:
         self.paused = True
 
     def do_resume(self) -> None:
+        self._after_update()
         self.paused = False
 
     def do_flush_cache(self) -> bool:
@@ -135,9 +138,6 @@ class RolloutRank:
 
     def do_resume_memory(self, tags: tuple[str, ...] | None = None) -> None:
         self.engine.resume()
-
-    def do_set_weight_version(self, version: int) -> None:
-        self.engine.set_version(version)
 
     def do_randomize_weights(self, version: int, seed: int = 0, std: float = 0.02) -> None:
         """Draw the weights instead of receiving them: for load tests with a checkpoint that is only a config.json."""

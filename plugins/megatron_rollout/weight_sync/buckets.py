@@ -63,3 +63,12 @@ def cut(items: Sequence[Entry], bucket_bytes: int = BUCKET_BYTES) -> list[list[E
         buckets[-1].append(item)
         size += item.nbytes
     return buckets
+
+
+def places(bucket: Sequence[Entry]) -> list[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
+    """(name, dtype, shape, first byte, end) of each tensor in a flat bucket: end to end, without padding."""
+    found, at = [], 0
+    for entry in bucket:
+        found.append((entry.name, entry.dtype, entry.shape, at, at + entry.nbytes))
+        at += entry.nbytes
+    return found

@@ -75,6 +75,8 @@ class PinnedReader(HFReader):
             raise VersionGone(_gone(path, f"{type(error).__name__}: {error}")) from error
         if (before.st_dev, before.st_ino) != (after.st_dev, after.st_ino):
             raise VersionGone(_gone(path, "it was replaced by another version"))
+        #: of the directory, the same on every host that shares it
+        self.identity = after.st_ino, after.st_mtime_ns
 
 
 def _gone(path: Path, why: str) -> str:

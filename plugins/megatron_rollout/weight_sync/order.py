@@ -74,6 +74,10 @@ class WeightUpdates:
         watch.lap("resume")
         return watch.laps
 
+    def worst(self, failed: bool) -> bool:
+        """Whether any rank of the cell failed. Collective over the cell."""
+        return bool(self._agree(int(failed)))
+
     # -- its parts, for weights that come in several calls ------------------------------------------------------
 
     def begin(self, version: int | None = None) -> None:
