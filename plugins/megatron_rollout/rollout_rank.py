@@ -17,13 +17,15 @@ from megatron_rollout.engine.weights import WeightMap
 from megatron_rollout.weight_sync.commands import WireUpdates
 from megatron_rollout.weight_sync.member import RefitMember
 from megatron_rollout.weight_sync.order import WeightUpdates
+from megatron_rollout.weight_sync.transport import Shard
 
 
 class RolloutRank(WireUpdates):
     """Model and engine of one rank. Inside an initialised cell (world and megatron-core groups).
 
-    model: share this model (colocated, same layout) instead of building one. cell_group: the cell's ranks, default the
-    whole world; CPU tensors must work on it.
+    model: share this model (colocated, same layout) instead of building one. trainer: colocated with another layout: the
+    trainer's part in this process, from which refits come. cell_group: the cell's ranks, default the whole world; CPU
+    tensors must work on it.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class RolloutRank(WireUpdates):
         model: torch.nn.Module | None = None,
         pg_collection: Any = None,
         cell_group: dist.ProcessGroup | None = None,
+        trainer: Shard | None = None,
         tokenizer: Any = None,
     ) -> None:
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -81,6 +84,7 @@ class RolloutRank(WireUpdates):
         )
         self.cell_group: dist.ProcessGroup = cell_group or dist.group.WORLD
         self.cell_rank = self.cell_group.rank()
+        self.trainer = trainer
         self.refit_member = RefitMember()
         self.updates = WeightUpdates(self.engine, model, landed=landed, agree=self._worst_of_cell)
         self._start_wire()
@@ -158,6 +162,22 @@ class RolloutRank(WireUpdates):
             raise ValueError("refit_shared: this rank has a model of its own; its weights have to be moved")
         return self.updates.refit(version, lambda: None, lambda: None)
 
+    def do_refit_colocated(self, version: int, name: str, within_s: float = 120.0) -> dict[str, float]:
+        """Take over the weights of the trainer in the same processes: shared tensors where the layouts are equal, else
+        resharded between the two models. Collective over the trainer cell's ranks.
+
+        name: of the group that they form for it, once; a new one after a failure. Returns and raises as `refit` does.
+        """
+        if self.shares_model:
+            return self.do_refit_shared(version)
+        if self.trainer is None:
+            raise ValueError("refit_colocated: no trainer lives in this process")
+        if self.refit_member.names != (name,):
+            world = dict(rank=dist.get_rank(), world_size=dist.get_world_size(), source_ranks=0, destination_offset=0)
+            store = dist.distributed_c10d._get_default_store()
+            self.refit_member.join([dict(name=name, store=store, timeout_s=within_s, **world)])
+        return self._refit(self.trainer, version, within_s)
+
     def do_join_refit_group(self, destination_offset: int, transport: str = "reshard", **arguments: Any) -> None:
         """Become a destination of a refit group (see `weight_sync.member`); this cell's first rank in it is
         `destination_offset`."""
@@ -171,10 +191,13 @@ class RolloutRank(WireUpdates):
         Returns the seconds of each part and the bytes that this rank received. What fails, and what that leaves behind:
         see `weight_sync.order`; the groups are left then.
         """
+        return self._refit(None, version, within_s)
+
+    def _refit(self, source: Shard | None, version: int, within_s: float | None) -> dict[str, float]:
         member = self.refit_member
         try:
             seconds = self.updates.refit(
-                version, lambda: member.prepare(None, self, version=version, within_s=within_s), member.move
+                version, lambda: member.prepare(source, self, version=version, within_s=within_s), member.move
             )
         except BaseException:
             member.leave()

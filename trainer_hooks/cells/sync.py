@@ -7,13 +7,15 @@ that nobody waits for a peer that is gone; the next sync forms its group anew, u
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rollout.cell import RolloutCell
+from megatron_rollout.cell import RolloutCell, get
 from megatron_rollout.generation import MegatronGeneration
 from megatron_rollout.weight_sync.membership import Pair, RefitPlanner
 from megatron_rollout.weight_version import check_version
@@ -48,15 +50,32 @@ class WeightSync:
     """Refits the rollout cells from the trainer cells. store: "host:port" of a store outside every cell.
 
     timeout_s: of one sync, from its begin until every transfer is complete or has been aborted.
+    colocate: trainer cell i is rollout cell i, in the same processes. transport: between separate ones, see
+        `weight_sync.member`. directory: of the disk transport, reachable from everywhere. offload_trainer: colocated with
+        a rollout model of its own, the trainer's weights leave the device until the next training.
     """
 
     def __init__(
-        self, group: TrainGroup, generation: MegatronGeneration, *, store: str, timeout_s: float, colocate: bool = False
+        self,
+        group: TrainGroup,
+        generation: MegatronGeneration,
+        *,
+        store: str,
+        timeout_s: float,
+        colocate: bool = False,
+        transport: str = "reshard",
+        directory: str = "",
+        offload_trainer: bool = False,
     ) -> None:
         self.group = group
         self.generation = generation
         self.timeout_s = timeout_s
         self.colocate = colocate
+        self.transport = transport
+        self.offload_trainer = offload_trainer
+        self._directory = directory
+        self._colocated_names = itertools.count()
+        self._colocated_name = next(self._colocated_names)
         self.host, port = store.rsplit(":", 1)
         self.port = int(port)
         self._newest = 0
@@ -145,7 +164,13 @@ class WeightSync:
             world_size=pair.membership.world_size,
             source_ranks=pair.membership.train_world_size,
             timeout_s=left,
+            transport=self.transport,
         )
+        if self.transport == "broadcast":
+            common["stages"] = self.group.spec.pp
+        if self.transport == "disk":
+            common["directory"] = os.path.join(self._directory, f"trainer-{pair.trainer}")
+            common["checkpoint"] = self.group.spec.hf_checkpoint
         calls = [
             Call(target.index, f"rollout cell {target.index}", target.call_async(
                 "join_refit_group",
@@ -197,7 +222,19 @@ class WeightSync:
 
     def _colocated(self, version: int, cells: Sequence[int]) -> list[PairResult]:
         start = time.monotonic()
-        answers = self.generation.call_all("refit_shared", cells=cells, deadline_s=self.timeout_s, version=version)
+        deadline = start + self.timeout_s
+        trainers = [a for c in self.group.live if c.index in cells for a in c.actors]
+        if self.offload_trainer:
+            get([a.onload_weights.remote() for a in trainers], self.timeout_s)
+        left = deadline - time.monotonic()
+        name = f"colocated-{self._colocated_name}"
+        answers = self.generation.call_all(
+            "refit_colocated", cells=cells, deadline_s=left + GRACE_S, version=version, name=name, within_s=left
+        )
+        if any(isinstance(a, Exception) for a in answers.values()):
+            self._colocated_name = next(self._colocated_names)
+        elif self.offload_trainer:
+            get([a.offload_weights.remote() for a in trainers], self.timeout_s)
         seconds = time.monotonic() - start
         return [
             PairResult(i, i, seconds, first_line(a)) if isinstance(a, Exception) else PairResult(i, i, seconds, parts=a)

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_rollout import device, faults
 from megatron_rollout.cell_types import RolloutSpec
-from megatron_rollout.engine.parallel import init_megatron
+from megatron_rollout.engine.parallel import init_megatron, second_layout
 from megatron_rollout.worker import RolloutWorker
 from trainer_hooks.cells import frozen
 from trainer_hooks.cells.group import CrossCellGroup
@@ -28,6 +29,7 @@ from trainer_hooks.cells.timeouts import CellTimeouts
 from trainer_hooks.training.spec import OptimizerSpec, TrainSpec
 
 if TYPE_CHECKING:
+    from megatron_rollout.weight_sync.offload import OffloadedWeights
     from trainer_hooks.training.rank import TrainerRank
 
 T = TypeVar("T")
@@ -53,6 +55,7 @@ class TrainerWorker(RolloutWorker):
         self._heal: CrossCellGroup | None = None
         self.cells: CrossCellGroup | None = None
         self._refit = RefitMember()
+        self._offloaded: OffloadedWeights | None = None
         self._gradients_of: Attempt | None = None
 
     def _moved(self) -> None:
@@ -132,12 +135,25 @@ class TrainerWorker(RolloutWorker):
         faults.fault_point("in_reduce")
 
     def start_colocated_rollout(self, spec: RolloutSpec, *, cell: int) -> None:
-        """Generation in this process with the trainer's own tensors (equal layouts)."""
+        """Generation in this process: with the trainer's own tensors where the layouts are equal, else with a second
+        model that refits fill. Collective over the trainer cell."""
         from megatron_rollout.rollout_rank import RolloutRank
 
         def start() -> None:
-            rank = RolloutRank(spec, model=self._trainer().model, tokenizer=self.load_tokenizer(spec.hf_checkpoint))
-            self.host_rollout(rank, cell)
+            trainer, tokenizer = self._trainer(), self.load_tokenizer(spec.hf_checkpoint)
+            train = trainer.spec
+            if (spec.tp, spec.pp) == (train.tp, train.pp) and train.cp == 1:
+                self.host_rollout(RolloutRank(spec, model=trainer.model, tokenizer=tokenizer), cell)
+                return
+            groups = second_layout(tp=spec.tp, pp=spec.pp)
+            rank = RolloutRank(
+                replace(spec, load_weights=False),
+                pg_collection=groups,
+                cell_group=groups.mp,
+                trainer=trainer,
+                tokenizer=tokenizer,
+            )
+            self.host_rollout(rank, cell, groups.mp)
 
         self._train(start)
 
@@ -326,6 +342,26 @@ class TrainerWorker(RolloutWorker):
 
         return self._train(send, "refit")
 
+    def offload_weights(self) -> int:
+        """Put the trainer's weights away, to host memory, until its next work here; returns the bytes freed.
+
+        For a colocated rollout with a model of its own; not while it shares the trainer's tensors (ValueError).
+        """
+        from megatron_rollout.weight_sync.offload import OffloadedWeights
+
+        def offload() -> int:
+            if self.rollout is not None and self.rollout.shares_model:
+                raise ValueError("the rollout generates with the trainer's own tensors: they cannot be put away")
+            if self._offloaded is None:
+                self._offloaded = OffloadedWeights(self._trainer().model)
+            return self._offloaded.nbytes
+
+        return self._train(offload, "refit")
+
+    def onload_weights(self) -> None:
+        """Bring back what `offload_weights` put away; any other work of the trainer does so, too."""
+        self._train(self._trainer, "refit")
+
     @ray.method(concurrency_group="health")
     def abort_refit(self, name: str, reason: str) -> None:
         super().abort_refit(name, reason)
@@ -362,4 +398,7 @@ class TrainerWorker(RolloutWorker):
     def _trainer(self) -> TrainerRank:
         if self.trainer is None:
             raise RuntimeError("start_trainer has not been called")
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
         return self.trainer

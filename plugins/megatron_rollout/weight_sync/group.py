@@ -51,7 +51,8 @@ class _WithDeadline:
 class RefitGroup:
     """This rank's end of a group of `world_size` ranks. Nothing happens before `join`.
 
-    host, port: of a TCP store that outlives every member. name: used once; the store's keys are named after it.
+    host, port: of a TCP store that outlives every member, or `store` itself. name: used once; the store's keys are named
+    after it.
     timeout_s: for forming the group and for each operation after it, unless `within` says less. meets: whether the
     members make sure first that all are there; not where a member knows nothing of it (a trainer of another project).
     """
@@ -59,12 +60,13 @@ class RefitGroup:
     def __init__(
         self,
         *,
-        host: str,
-        port: int,
+        host: str = "",
+        port: int = 0,
         name: str,
         rank: int,
         world_size: int,
         timeout_s: float,
+        store: dist.Store | None = None,
         backend: str | None = None,
         meets: bool = True,
     ) -> None:
@@ -75,6 +77,7 @@ class RefitGroup:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._where = (host, port)
+        self._store = store
         self._meets = meets
         self._backend = backend or ("cpu:gloo,cuda:nccl" if on_gpu() else "gloo")
         self._deadline = time.monotonic() + timeout_s
@@ -90,7 +93,7 @@ class RefitGroup:
         self.within(self.timeout_s)
         host, port = self._where
         with self._explained("meeting the other ranks"):
-            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
+            store = self._store or dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
             if self._meets:
                 self._wait_for_all(dist.PrefixStore(self.name, store))
             group = cross_world_group(

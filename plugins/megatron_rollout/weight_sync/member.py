@@ -69,8 +69,9 @@ class RefitMember:
             raise
 
     @property
-    def joined(self) -> bool:
-        return bool(self._groups)
+    def names(self) -> tuple[str, ...]:
+        """Of what is joined now."""
+        return tuple(group.name for group in self._groups)
 
     def prepare(
         self,

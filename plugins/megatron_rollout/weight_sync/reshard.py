@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.resharding.utils import named_persistent_buffers, named_refit_tensors
 
+from megatron_rollout.device import synchronize
 from megatron_rollout.faults import fault_point
 from megatron_rollout.weight_sync.group import RefitGroup, TransferFailed
 from megatron_rollout.weight_sync.schedule import WINDOW_BYTES, Piece, Schedule, describe, schedule
@@ -31,18 +33,19 @@ _ALIGNMENT = 16
 class ReshardGroup:
     """This rank's end of one refit group (`Transport`). Nothing happens before `join`.
 
-    host, port: a TCP store outside both cells. name: used once. rank, world_size: place in the group. source_ranks: how
-    many trainer ranks lead it. destination_offset: first rank of *this* rollout cell (a trainer rank needs none).
-    sends: False on a trainer rank that only repeats another one's weights (data or context parallel replica).
-    partial: the sources hold one pipeline stage. window_bytes: that a rank sends or receives in one go. timeout_s: of
-    forming the group, and of a transfer unless it says less.
+    host, port: a TCP store outside both cells, or `store` itself. name: used once. rank, world_size: place in the group.
+    source_ranks: how many trainer ranks lead it. destination_offset: first rank of *this* rollout cell (a trainer rank
+    needs none; 0 where both models share one world). sends: False on a trainer rank that only repeats another one's
+    weights (data or context parallel replica). partial: the sources hold one pipeline stage. window_bytes: that a rank
+    sends or receives in one go. timeout_s: of forming the group, and of a transfer unless it says less.
     """
 
     def __init__(
         self,
         *,
-        host: str,
-        port: int,
+        host: str = "",
+        port: int = 0,
+        store: dist.Store | None = None,
         name: str,
         rank: int,
         world_size: int,
@@ -53,7 +56,9 @@ class ReshardGroup:
         window_bytes: int = WINDOW_BYTES,
         timeout_s: float = 120.0,
     ) -> None:
-        self.link = RefitGroup(host=host, port=port, name=name, rank=rank, world_size=world_size, timeout_s=timeout_s)
+        self.link = RefitGroup(
+            host=host, port=port, store=store, name=name, rank=rank, world_size=world_size, timeout_s=timeout_s
+        )
         self.name = name
         self.bytes_sent = self.bytes_received = 0
         self.destination_offset = source_ranks if destination_offset is None else destination_offset
@@ -104,6 +109,7 @@ class ReshardGroup:
         if self._plan is None:
             raise TransferFailed(f"{self.link}: nothing was prepared")
         (source, destination), plan = self._plan
+        synchronize()  # whoever wrote the source's weights may have done so on another stream
         move(self.link, plan, _tensors(source), _tensors(destination), progress)
 
     def abort(self, reason: str) -> None:
