@@ -1,4 +1,4 @@
-"""What the refit tests run inside ranks: models in a layout, weights that can be told apart, both ends of a transfer.
+"""What the refit tests run inside ranks: both ends of a transfer, models whose weights can be told apart.
 
 Sources and destinations are ranks of different pools, so that each side has a world of its own, as in a run.
 """
@@ -25,7 +25,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Job:
-    """One refit between two pools: the store, and how many ranks each side has."""
+    """One refit between two pools: the store, and how many ranks each side has. options: of the transport."""
 
     store_port: int
     name: str
@@ -35,23 +35,48 @@ class Job:
     timeout_s: float = 60.0
     options: dict[str, Any] = field(default_factory=dict)
 
-    def group(self, rank: int, shard: Any, *, source: bool) -> Any:
-        """This rank's end, not joined yet."""
-        from megatron_rollout.weight_sync.member import as_source, make
-
-        place = as_source(shard, self.transport) if source else {"destination_offset": self.sources}
-        return make(
-            self.transport,
+    @property
+    def common(self) -> dict[str, Any]:
+        """What every member gets, as the driver says it."""
+        return dict(
             host="127.0.0.1",
             port=self.store_port,
             name=self.name,
-            rank=rank if source else self.sources + rank,
             world_size=self.sources + self.destinations,
             source_ranks=self.sources,
             timeout_s=self.timeout_s,
-            **place,
             **self.options,
         )
+
+
+class Sender:
+    """The trainer side of a job, as `TrainerWorker` drives it. shard: a `TrainerRank` or a `BareShard`."""
+
+    def __init__(self, job: Job, rank: int, shard: Any) -> None:
+        from megatron_rollout.weight_sync.member import RefitMember, as_source
+
+        self.shard = shard
+        self.member = RefitMember()
+        arguments = {**as_source(shard, job.transport), **job.common, "rank": rank}
+        self.member.join([arguments], transport=job.transport)
+
+    def send(self, version: int, within_s: float | None = None) -> int:
+        """The bytes that this rank sent."""
+        try:
+            self.member.prepare(self.shard, None, version=version, within_s=within_s)
+            self.member.move()
+        except BaseException:
+            self.member.leave()
+            raise
+        return self.member.bytes_sent
+
+
+def join_as_destination(job: Job, rollout: Any) -> None:
+    """`rollout` (a `RolloutRank`) joins. Cells that share one world have its ranks in their process groups, too."""
+    import torch.distributed as dist
+
+    arguments = {**job.common, "rank": job.sources + dist.get_rank(), "destination_offset": job.sources}
+    rollout.refit_member.join([arguments], transport=job.transport)
 
 
 def on_both(
@@ -80,49 +105,27 @@ def on_both(
     return results["source"], results["destination"]
 
 
-def own_cell_groups() -> Any:
-    """Process groups of a cell of one rank, inside whatever world this rank is in. Collective over the world."""
-    import torch.distributed as dist
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
-    mine = groups[dist.get_rank()]
-    names = [
-        "tp",
-        "pp",
-        "cp",
-        "dp",
-        "mp",
-        "embd",
-        "pos_embd",
-        "tp_cp",
-        "dp_cp",
-        "ep",
-        "expt_tp",
-        "expt_dp",
-        "tp_ep",
-        "tp_ep_pp",
-    ]
-    return ProcessGroupCollection(**dict.fromkeys(names, mine))
-
-
 @dataclass
-class TestShard:
+class BareShard:
     """A model without engine or optimizer, as transports see one."""
 
-    __test__ = False
     model: Any
     weight_map: Any
     groups: Any
 
     def checksums(self) -> dict[str, str]:
-        from megatron_rollout.weight_sync.checksum import hf_checksums
-
-        return hf_checksums(self.model, self.weight_map, tp_group=self.groups.tp, pp_group=self.groups.pp)
+        return checksums(self)
 
 
-def shard_of(checkpoint: str, layout: Layout, dtype: str = "float32") -> TestShard:
-    """This rank's part of a model with weights of no meaning."""
+def checksums(shard: Any) -> dict[str, str]:
+    """By Hugging Face name, from all ranks of the cell."""
+    from megatron_rollout.weight_sync.checksum import hf_checksums
+
+    return hf_checksums(shard.model, shard.weight_map, tp_group=shard.groups.tp, pp_group=shard.groups.pp)
+
+
+def shard_of(checkpoint: str, layout: Layout, dtype: str = "float32", factor: float = 1.0) -> BareShard:
+    """This rank's part of the checkpoint's model, its weights times `factor`."""
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -133,7 +136,7 @@ def shard_of(checkpoint: str, layout: Layout, dtype: str = "float32") -> TestSha
     from megatron_rollout.engine.weights import WeightMap
 
     use_layout(layout.tp, layout.pp, layout.cp)
-    groups = own_cell_groups() if layout.cells > 1 else ProcessGroupCollection.use_mpu_process_groups()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
     architecture = read_architecture(checkpoint)
     config = transformer_config(architecture, tp=layout.tp, pp=layout.pp, cp=layout.cp, dtype=getattr(torch, dtype))
     model = build_model(architecture, config, max_sequence_length=128, pg_collection=groups)
@@ -143,7 +146,9 @@ def shard_of(checkpoint: str, layout: Layout, dtype: str = "float32") -> TestSha
         tp_rank=groups.tp.rank(),
         layer_offset=get_transformer_layer_offset(config, pp_rank=groups.pp.rank()),
     )
-    return TestShard(model, weights, groups)
+    shard = BareShard(model, weights, groups)
+    load_scaled(shard, checkpoint, factor)
+    return shard
 
 
 def load_scaled(shard: Any, checkpoint: str, factor: float) -> None:
@@ -158,10 +163,56 @@ def load_scaled(shard: Any, checkpoint: str, factor: float) -> None:
             parameter.mul_(factor)
 
 
-def scramble(model: Any) -> None:
-    """Weights that no transfer would leave behind."""
+def rollout_of(checkpoint: str, layout: Layout, dtype: str = "float32", *, load: bool = False, **engine: Any) -> Any:
+    """A `RolloutRank` in `layout`, without weights unless `load`."""
     import torch
+    from megatron_ranks import use_layout
 
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan"))
+    from megatron_rollout.cell_types import RolloutSpec
+    from megatron_rollout.config import EngineConfig
+    from megatron_rollout.engine.parallel import second_layout
+    from megatron_rollout.rollout_rank import RolloutRank
+
+    use_layout(layout.tp, layout.pp)
+    options: dict[str, Any] = dict(max_sequence_length=128, max_requests=16, buffer_size_gb=0.02, dtype=dtype) | engine
+    spec = RolloutSpec(
+        checkpoint,
+        EngineConfig.for_device("cpu", **options),
+        tp=layout.tp,
+        pp=layout.pp,
+        dtype=dtype,
+        load_weights=load,
+    )
+    torch.manual_seed(0)
+    if layout.cells == 1:
+        return RolloutRank(spec)
+    groups = second_layout(tp=1, pp=1)
+    return RolloutRank(spec, pg_collection=groups, cell_group=groups.mp)
+
+
+def save(shard: Any, directory: str, checkpoint: str, writes: bool = True) -> None:
+    """`shard`'s weights as a Hugging Face checkpoint. Collective over the cell."""
+    from megatron_rollout.engine.checkpoint import save_hf
+
+    save_hf(
+        shard.model,
+        shard.weight_map,
+        directory,
+        tp_group=shard.groups.tp,
+        pp_group=shard.groups.pp,
+        source=checkpoint,
+        writes=writes,
+    )
+
+
+def greedy(rollout: Any, count: int = 4, tokens: int = 8) -> dict[str, Any]:
+    """Greedy outputs of a few prompts: {id: (tokens, logprobs)}."""
+    from megatron_ranks import drain
+    from tiny_models import random_prompts
+
+    from megatron_rollout.requests import GenerationRequest, SamplingParams
+
+    for i, prompt in enumerate(random_prompts(count)):
+        params = SamplingParams(temperature=0, max_new_tokens=tokens)
+        rollout.engine.add(GenerationRequest(str(i), tuple(prompt), params))
+    return {k: (o.output_ids, o.logprobs) for k, o in drain(rollout.engine).items()}

@@ -21,6 +21,8 @@ import torch
 from megatron.core.resharding.planner import _extract_module_metadata, _iter_global_transfer_ops
 from megatron.core.resharding.utils import ParameterMetadata, named_persistent_buffers
 
+from megatron_rollout.weight_sync.names import listed
+
 #: Largest piece of a tensor that is moved (or staged) at once, and what a rank sends or receives in one window.
 PIECE_BYTES = 32 << 20
 WINDOW_BYTES = 64 << 20
@@ -129,7 +131,9 @@ def schedule(
     }
     check(sources, destinations, partial=partial)
     buffers = frozenset().union(*(tensors.buffers for tensors in everyone))
-    windows = _windows(_pieces(sources, destinations, buffers), window_bytes)
+    pieces = _pieces(sources, destinations, buffers)
+    _check_covered(pieces, destinations)
+    windows = _windows(pieces, window_bytes)
     mine = tuple(tuple(p for p in window if rank in (p.sender, p.receiver)) for window in windows)
     adopted = {m.name: sources[name][0].dtype for name, m in destinations[rank].items() if name in buffers}
     return Schedule(rank, tuple(w for w in mine if w), adopted)
@@ -164,11 +168,11 @@ def check(
     wanted = {name: m for by_name in destinations.values() for name, m in by_name.items()}
     origins = {name: _origin(m, sources) for name, m in wanted.items()}
     if missing := sorted(name for name, origin in origins.items() if origin is None):
-        problems.append(f"the trainer lacks {', '.join(missing)}")
+        problems.append(f"the trainer lacks {listed(missing)}")
     # a tied output layer may be there only because the source's pipeline needs a second copy of the embedding
     unused = set(sources) - set(filter(None, origins.values())) - {_OUTPUT if _EMBEDDING in sources else ""}
     if wanted and unused and not partial:
-        problems.append(f"the rollout model lacks {', '.join(sorted(unused))}")
+        problems.append(f"the rollout model lacks {listed(sorted(unused))}")
     for name, metadata in sorted(wanted.items()):
         if (origin := origins[name]) is not None:
             theirs, ours = _whole_shape(sources[origin][0]), _whole_shape(metadata)
@@ -176,6 +180,24 @@ def check(
                 problems.append(f"{name} is {list(theirs)} in the trainer and {list(ours)} in the rollout model")
     if problems:
         raise RefitMismatch("trainer and rollout cells cannot be matched: " + "; ".join(problems))
+
+
+def _check_covered(pieces: Sequence[Piece], destinations: dict[int, dict[str, ParameterMetadata]]) -> None:
+    """Raises RefitMismatch if an element of a destination would keep its old value.
+
+    The planner passes over ranks that do not find themselves in their own process groups: a wrong offset, mostly.
+    """
+    covered: dict[tuple[int, str], int] = defaultdict(int)
+    for piece in pieces:
+        covered[piece.receiver, piece.destination] += math.prod(piece.shape)
+    short = [
+        f"{m.name} of rank {rank} ({covered[rank, m.name]} of {math.prod(m.shape)} elements)"
+        for rank, by_name in destinations.items()
+        for m in by_name.values()
+        if covered[rank, m.name] != math.prod(m.shape)
+    ]
+    if short:
+        raise RefitMismatch(f"the transfer would not cover {listed(short)}")
 
 
 def _pieces(
